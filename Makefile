@@ -2,7 +2,8 @@
 
 # A file's tests run in one worker, those of the longest files first (tests/conftest.py). Three workers on two cores: the
 # tests that start hosts or jobs spend a good part of their time waiting.
-PYTEST = .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=10
+# Hundreds of Python processes start, and each would compile kit anew where none may write what it has compiled.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: help up test quick check bench docs pictures releases releases-venvs
 
@@ -26,7 +27,7 @@ test: check
 	@$(PYTEST) -n 3
 
 quick: check
-	@$(PYTEST) -n 2 -m "not lab and not slow"
+	@$(PYTEST) -n 3 -m "not lab and not slow"
 
 check:
 	@.ci/setup dev

@@ -26,8 +26,11 @@ NEEDED = (
 )  # fmt: skip
 # Those of bench/recovery are apart: what they bring would make the imports of the others longer.
 RESILIENT_VENV = SHARED / "resilient-peers"
-RESILIENT_PACKAGES = ("nvidia-resiliency-ext",)
-RESILIENT_NEEDED = ("defusedxml", "numpy", "nvidia-ml-py", "packaging", "psutil", "pyyaml")
+RESILIENT_PACKAGES = ("nvidia-resiliency-ext", "torchft")
+RESILIENT_NEEDED = (
+    "defusedxml", "numpy", "nvidia-ml-py", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk",
+    "packaging", "psutil", "pyyaml",
+)  # fmt: skip
 
 
 def install(venv: Path = VENV, packages: Sequence[str] = PACKAGES, needed: Sequence[str] = NEEDED) -> None:

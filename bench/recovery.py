@@ -1,8 +1,9 @@
-"""Time from a fault to the next trained step on three hosts: kit, torchrun stock and tuned, ft_launcher."""
+"""Time from a fault to the next trained step on three hosts: kit, torchrun stock and tuned, ft_launcher, torchft."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import shutil
@@ -17,19 +18,22 @@ import peers
 import storm
 from rounds import Bench, BenchError, bench, machine, median, note, table
 from sessions import (
+    ATTEMPTS_JOB,
     JOB,
     MIN_NODES,
     RESILIENT,
     TASK,
+    TORCHFT_JOB,
     TUNED_CONF,
     TUNED_ENV,
     ByHand,
     Kit,
+    KitAttempts,
     KitModule,
     KitModuleRestarted,
-    KitSavingAlone,
     Resilient,
     Session,
+    TorchFT,
     Tuned,
     wait_for,
 )
@@ -52,13 +56,14 @@ with real sshd), one worker each: the same DDP script (20 ms a step, a snapshot 
 disk), of 2 to 3 nodes, under
 
   kit up              as it comes
-  kit up, EmergencySave  the same, and the script has nodekit.training.EmergencySave
+  kit up, run_attempts   the same loop within nodekit.training.run_attempts, whose ranks keep their processes
   kit up, module         kit's own training module, whose ranks keep their processes and their step
   kit up, module restarted  the same with --on-lost-rank restart
   torchrun, stock     by hand over ssh, c10d rendezvous
   torchrun, tuned     the same with {env}
                       and --rdzv-conf {conf}
   ft_launcher         of NVIDIA's resiliency extension, tuned, and told of every step by the script
+  torchft             its DDP and its lighthouse (on the first host), tuned; no snapshots, it copies the state
 
 They take turns, round by round. Counted is to the first step that all ranks of a newly met world have made, if it goes
 on. "In NCCL": the other ranks spin, ignore SIGTERM and see no connection end. What a contestant (other than kit) does
@@ -67,8 +72,8 @@ The tables are for the README and docs/recovery.md.
 """
 EPILOG = """\
 examples:
-  bench/recovery                               3 rounds: 10 minutes, and 3 more with ft_launcher
-  bench/recovery --install-peers               install ft_launcher first, into {venv}
+  bench/recovery                               3 rounds: 10 minutes, and 7 more with the peers
+  bench/recovery --install-peers               install ft_launcher and torchft first, into {venv}
   bench/recovery --only kit --faults cut --rounds 1 --timeline
   bench/recovery --storm 1000                  half an hour: what so many lost ranks cost and leave behind
 
@@ -215,12 +220,14 @@ FAULTS = {
     "worker": Fault("a worker killed", 3.0, _kill_worker),
     "nccl": Fault("a worker killed, the others in NCCL", 1.0, _kill_worker_in_nccl),
     "crash": Fault("a node crashes", 4.0, lambda session: _crash(session, VICTIM)),
-    "return": Fault("it is back", 8.0, _return, is_return=True),
+    "return": Fault("the node is back", 8.0, _return, is_return=True),
     "cut": Fault("a node's cable is cut", 6.0, lambda session: _cut(session, VICTIM)),
     "host-crash": Fault(
         "the rendezvous host crashes", 8.0, lambda session: _crash(session, session.rendezvous_host)
     ),
-    "host-cut": Fault("its cable is cut", 10.0, lambda session: _cut(session, session.rendezvous_host)),
+    "host-cut": Fault(
+        "the rendezvous host's cable is cut", 10.0, lambda session: _cut(session, session.rendezvous_host)
+    ),
 }
 
 
@@ -249,7 +256,7 @@ class Turn:
                     note(f"{self._name}: {error}")
                     self._end()
                     trials[key] = Trial(seconds=None, why="did not start")
-                note(f"  {self._name:<18} {FAULTS[key].title:<28} {shown(trials[key], self._cap_s)}")
+                note(f"  {self._name:<18} {FAULTS[key].title:<34} {shown(trials[key], self._cap_s)}")
         finally:
             self._end()
         return trials
@@ -460,17 +467,19 @@ def contestants(lab: Bench, job: Path) -> tuple[dict[str, Callable[[], Session]]
     """Name → how to make a session; and those that are not here, with the reason."""
     found: dict[str, Callable[[], Session]] = {
         KIT: lambda: Kit(lab, job),
-        f"{KIT}, EmergencySave": lambda: KitSavingAlone(lab, job),
+        f"{KIT}, run_attempts": lambda: KitAttempts(lab, job),
         f"{KIT}, module": lambda: KitModule(lab, job),
         f"{KIT}, module restarted": lambda: KitModuleRestarted(lab, job),
         "torchrun, tuned": lambda: Tuned(lab, job),
         "torchrun, stock": lambda: ByHand(lab, job),
     }
-    version = peers.version(RESILIENT, peers.RESILIENT_VENV)
-    if version is None:
-        return found, {f"ft_launcher ({RESILIENT})": "not installed (--install-peers)"}
-    found[f"ft_launcher {version}"] = lambda: Resilient(lab, job)
-    return found, {}
+    absent: dict[str, str] = {}
+    for command, package, session in (("ft_launcher", RESILIENT, Resilient), ("torchft", "torchft", TorchFT)):
+        if (version := peers.version(package, peers.RESILIENT_VENV)) is None:
+            absent[f"{command} ({package})"] = "not installed (--install-peers)"
+        else:
+            found[f"{command} {version}"] = functools.partial(session, lab, job)
+    return found, absent
 
 
 def main() -> int:
@@ -483,7 +492,7 @@ def main() -> int:
 
     def prepare(shared: Path) -> None:
         (shared / "job").mkdir()
-        for name in (JOB, TASK):
+        for name in (JOB, ATTEMPTS_JOB, TASK, TORCHFT_JOB):
             shutil.copyfile(Path(__file__).with_name(name), shared / "job" / name)
 
     if args.storm:
@@ -502,7 +511,7 @@ def main() -> int:
                 so_far = results.setdefault(name, {})
                 hopeless = {key for key, trials in so_far.items() if not _good(trials)}
                 faults = [key for key in FAULTS if key in wanted and (name == KIT or key not in hopeless)]
-                if name.startswith(f"{KIT},"):  # their ranks know that they are not in NCCL
+                if name.startswith((f"{KIT},", "torchft")):  # these do not imitate NCCL
                     faults = [key for key in faults if key != "nccl"]
                 turn = Turn(name, chosen[name], args.cap, timeline=args.timeline)
                 for key, trial in turn.run(faults).items():
@@ -549,7 +558,7 @@ def _arguments() -> argparse.Namespace:
         "--seed", type=int, default=0, metavar="N", help="which ranks --storm kills, and when (0)"
     )
     parser.add_argument("--timeline", action="store_true", help="print kit's events around each fault")
-    parser.add_argument("--install-peers", action="store_true", help="install ft_launcher first")
+    parser.add_argument("--install-peers", action="store_true", help="install ft_launcher and torchft first")
     args = parser.parse_args()
     if unknown := set(filter(None, args.faults.split(","))) - set(FAULTS):
         parser.error(f"no such fault: {', '.join(unknown)}; there are {', '.join(FAULTS)}")

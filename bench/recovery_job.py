@@ -12,7 +12,6 @@ import json  # noqa: E402
 import os  # noqa: E402
 import secrets  # noqa: E402
 import signal  # noqa: E402
-from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
@@ -60,8 +59,7 @@ def train() -> None:
     loss = nn.functional.cross_entropy(trained(torch.randn(32, 64)), torch.randint(10, (32,)))
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-    with update(step + 1):
-        optimizer.step()
+    optimizer.step()
 
 
 def wait_as_in_nccl(*_: object) -> None:
@@ -81,14 +79,7 @@ if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:  # ft_launcher, which is told of 
     client.init_workload_monitoring()
     heartbeat = client.send_heartbeat
 
-leaving = contextlib.ExitStack()
-if "BENCH_EMERGENCY_SAVE" in os.environ:
-    from nodekit.training import EmergencySave, Stop, World
-
-    own_world = leaving.enter_context(World.from_env())  # it joins the process group
-    leaving.enter_context(Stop())
-else:
-    dist.init_process_group("gloo")
+dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 joined = time.time()
 torch.manual_seed(0)
@@ -111,32 +102,17 @@ where = {"world": world, "size": world_size, "rank": rank}
 times = {"first_line": first_line, "imported": imported, "joined": joined, "resumed": time.time()}
 say(**where, pid=os.getpid(), step=step, **times)
 torch.manual_seed(1 + rank)  # every rank has data of its own
-update: Callable[[int], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # type: ignore[assignment]
-if "BENCH_EMERGENCY_SAVE" in os.environ:
-
-    class Files:
-        """What `EmergencySave` needs of `Snapshots`."""
-
-        num_failed = 0
-
-        @staticmethod
-        def save_if_newest(_state: object, *, step: int, world_size: int) -> None:  # noqa: ARG004
-            """One rank on each host: nobody else saves here."""
-            save(step)
-
-    update = leaving.enter_context(EmergencySave(Files, own_world, lambda: None)).update  # type: ignore[arg-type]
-with leaving:
-    while True:
-        begin = time.time()
-        try:
-            train()
-        except RuntimeError:
-            while is_nccl_like:
-                time.sleep(0.01)
-            raise
-        step += 1
-        say(**where, step=step, time=time.time())
-        heartbeat()
-        if step % SNAPSHOT_EVERY == 0:
-            save(step)
-        time.sleep(max(0.0, begin + STEP_S - time.time()))
+while True:
+    begin = time.time()
+    try:
+        train()
+    except RuntimeError:
+        while is_nccl_like:
+            time.sleep(0.01)
+        raise
+    step += 1
+    say(**where, step=step, time=time.time())
+    heartbeat()
+    if step % SNAPSHOT_EVERY == 0:
+        save(step)
+    time.sleep(max(0.0, begin + STEP_S - time.time()))

@@ -27,11 +27,16 @@ MIN_NODES = 2
 JOB, TASK = "recovery_job.py", "recovery_task.py"
 TUNED_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TUNED_CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+ATTEMPTS_JOB, TORCHFT_JOB = "recovery_attempts_job.py", "recovery_torchft_job.py"
 RESILIENT = "nvidia-resiliency-ext"
 # Its keep-alive is fixed. Its ranks tell of every step, and one that says nothing for 3 s is killed.
 RESILIENT_OPTIONS = (
     "--rdzv-conf last_call_timeout=1 --ft-initial-rank-heartbeat-timeout 30 --ft-rank-heartbeat-timeout 3 "
     "--ft-workload-check-interval 1 --ft-enable-nic-monitor false"
+)
+# A replica is lost after as long as kit takes; who is alive and late is waited for as long as by the others.
+LIGHTHOUSE_OPTIONS = (
+    f"--min_replicas {MIN_NODES} --join_timeout_ms 1000 --quorum_tick_ms 50 --heartbeat_timeout_ms 2500"
 )
 _numbers = iter(range(1, 10**6))
 
@@ -152,20 +157,28 @@ class ByHand(Session):
         self._start_on(host)
 
     def _start_on(self, name: str) -> None:
-        hosts = self.bench.lab.hosts
         variables = {
             "BENCH_FOLDER": self.folder,
-            "GLOO_SOCKET_IFNAME": hosts[name].interface,
+            "GLOO_SOCKET_IFNAME": self.bench.lab.hosts[name].interface,
             **self.environment,
         }
         given = " ".join(f"{key}={shlex.quote(value)}" for key, value in variables.items())
-        line = (
-            f"cd {shlex.quote(str(self.job))} && {given} {self.launcher} --nnodes {MIN_NODES}:{len(hosts)} "
-            f"--nproc-per-node 1 --max-restarts 10 --rdzv-backend c10d --rdzv-id bench{self.number} "
-            f"--rdzv-endpoint {self.rendezvous_host}:{FIRST_PORT + self.number} {self.options} {JOB}"
+        self._log_in(name, name, f"cd {shlex.quote(str(self.job))} && {given} {self._command(name)}")
+
+    def _command(self, _host: str) -> str:
+        return (
+            f"{self.launcher} --nnodes {MIN_NODES}:{len(self.bench.lab.hosts)} --nproc-per-node 1 "
+            f"--max-restarts 10 --rdzv-backend c10d --rdzv-id bench{self.number} "
+            f"--rdzv-endpoint {self.rendezvous_host}:{self._port} {self.options} {JOB}"
         )
-        argv = [SSH, "-F", str(self.bench.ssh_config), name, line]
-        self._run(name, argv, cwd=self.job, env=self.bench.env())
+
+    @property
+    def _port(self) -> int:
+        return FIRST_PORT + self.number
+
+    def _log_in(self, key: str, host: str, line: str) -> None:
+        argv = [SSH, "-F", str(self.bench.ssh_config), host, line]
+        self._run(key, argv, cwd=self.job, env=self.bench.env())
 
 
 class Tuned(ByHand):
@@ -180,6 +193,27 @@ class Resilient(ByHand):
 
     launcher = str(peers.RESILIENT_VENV / "bin/ft_launcher")
     options = RESILIENT_OPTIONS
+
+
+class TorchFT(ByHand):
+    """torchft: its lighthouse on the first host, and a torchrun of its own on each, as its page says."""
+
+    launcher = str(peers.RESILIENT_VENV / "bin/python") + " -m torch.distributed.run"
+
+    def start(self) -> None:
+        """The lighthouse first."""
+        lighthouse = (
+            f"{peers.RESILIENT_VENV / 'bin/torchft_lighthouse'} --bind [::]:{self._port} {LIGHTHOUSE_OPTIONS}"
+        )
+        self._log_in("lighthouse", self.rendezvous_host, lighthouse)
+        super().start()
+
+    def _command(self, host: str) -> str:
+        return (
+            f"TORCHFT_LIGHTHOUSE=http://{self.rendezvous_host}:{self._port} BENCH_HOST={host} "
+            f"BENCH_MIN_NODES={MIN_NODES} {self.launcher} --nnodes 1 --nproc-per-node 1 --max-restarts 10 "
+            f"--master-addr {host} --master-port {self._port + 1000} {TORCHFT_JOB}"
+        )
 
 
 class Kit(Session):
@@ -222,10 +256,10 @@ class Kit(Session):
         return sorted(events.objects(lines), key=lambda event: float(event["time"]))
 
 
-class KitSavingAlone(Kit):
-    """The same, and the script has an `EmergencySave`."""
+class KitAttempts(Kit):
+    """The same loop within `run_attempts`, whose ranks keep their processes."""
 
-    env: Mapping[str, str] = {"BENCH_EMERGENCY_SAVE": "1"}
+    command: Sequence[str] = (ATTEMPTS_JOB,)
 
 
 class KitModule(Kit):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from nodekit.deploy.connect.channel import HostChannel
     from nodekit.deploy.connect.cluster import SshOptions
-    from nodekit.deploy.launch.options import Options
+    from nodekit.deploy.launch.options import Options, StopOptions
     from nodekit.deploy.records.events import Event
     from nodekit.deploy.records.runs import Run, RunFolder
     from nodekit.deploy.story.status import Status
@@ -25,18 +25,8 @@ class Backend(Protocol):
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
         """Show a run that goes on, until it ends or the user leaves; the exit status."""
 
-    def down(
-        self, run: Run, ssh: SshOptions, *, force: bool = False, lost: bool = False, fetch: bool = False
-    ) -> int:
-        """Stop a run; the exit status is 1 where that is not certain.
-
-        Args:
-            run: which.
-            ssh: how to reach what it runs on.
-            force: kill it, without a snapshot.
-            lost: what cannot be reached is off, says the user.
-            fetch: copy its logs to this machine.
-        """
+    def down(self, run: Run, options: StopOptions) -> int:
+        """Stop a run; the exit status is 1 where that is not certain."""
 
     def status(self, run: Run, ssh: SshOptions) -> Status:
         """What a run and each of its nodes does now."""
@@ -55,8 +45,8 @@ class Backend(Protocol):
     def sweep_status(self, members: list[Run], ssh: SshOptions, *, as_json: bool) -> int:
         """Print a table of them; the exit status."""
 
-    def sweep_down(self, members: list[Run], ssh: SshOptions, *, fetch: bool = False) -> int:
-        """Stop those that are not over; the exit status."""
+    def sweep_down(self, members: list[Run], options: StopOptions) -> int:
+        """Stop those that are not over, as `down` does; the exit status."""
 
     # --- what the nodes wrote ---
 

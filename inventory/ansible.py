@@ -1,6 +1,7 @@
 """Reads the hosts of an Ansible inventory: INI, YAML, or the output of ``ansible-inventory --list``. Pure.
 
-It reads groups, hosts and how each is reached; all other variables are ignored, including passwords.
+It reads groups, hosts, how each is reached, and its interpreter; all other variables are ignored, including
+passwords.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ _NAMES = {
     "port": ("ansible_port", "ansible_ssh_port"),
     "identity_file": ("ansible_ssh_private_key_file", "ansible_private_key_file"),
     "connection": ("ansible_connection",),
-    "jump": ("ansible_ssh_common_args", "ansible_ssh_extra_args"),
+    "python": ("ansible_python_interpreter",),
+    "common_args": ("ansible_ssh_common_args",),
+    "extra_args": ("ansible_ssh_extra_args",),
+}
+# Option of ssh → the setting that it is: the others that these arguments may have, kit has no setting for.
+_SSH_OPTIONS = {
+    "userknownhostsfile": "known_hosts",
+    "identityfile": "identity_file",
+    "user": "user",
+    "port": "port",
 }
 _WANTED = {name for names in _NAMES.values() for name in names}
 _SSH = ("ssh", "smart", "paramiko", "paramiko_ssh", "ansible.builtin.ssh", "ansible.builtin.paramiko_ssh", "")
@@ -139,10 +149,18 @@ def _host(tree: _Tree, name: str, notes: list[str]) -> FoundHost | None:
     if connection not in (*_SSH, *_LOCAL):
         notes.append(f"{where}: {name}: its connection is {connection[:80]!r}, not ssh")
         return None
-    jump = re.search(r"Proxy(?:Jump|Command)|(?:^|\s)-J", values.get("jump", ("", ""))[0])
     is_local = connection in _LOCAL
+    python = values.get("python", ("", ""))[0]  # may be Ansible's own `auto`, or `/usr/bin/env python3`
+    is_path = python.startswith(("/", "~/")) and not python.startswith("/usr/bin/env ")
     if is_local:
         values = {}
+    jump = None
+    for key in ("common_args", "extra_args"):
+        if key in values:
+            text, at = values[key]
+            jump = jump or re.search(r"Proxy(?:Jump|Command)|(?:^|\s)-J", text)
+            for name_of, value in _ssh_options(text).items():
+                values.setdefault(name_of, (value, at))
     user, port, address = values.get("user"), values.get("port"), values.get("address")
     return FoundHost(
         name=name,
@@ -151,9 +169,32 @@ def _host(tree: _Tree, name: str, notes: list[str]) -> FoundHost | None:
         user=checked_user(*user) if user else None,
         port=checked_port(*port) if port else None,
         identity_file=values["identity_file"][0] if "identity_file" in values else None,
+        known_hosts=values["known_hosts"][0] if "known_hosts" in values else None,
+        python=python if is_path else None,
         connection="local" if is_local else None,
         note="Ansible reaches it through a jump host: say so as ProxyJump in ~/.ssh/config" if jump else "",
     )
+
+
+def _ssh_options(arguments: str) -> dict[str, str]:
+    """Return the settings in arguments of ssh, as ``-o UserKnownHostsFile=F``; of several files the first."""
+    found: dict[str, str] = {}
+    try:
+        words = shlex.split(re.sub(r"(?<!\S)-o\s+", "-o", arguments))
+    except ValueError:  # Ansible could not use them, either
+        return {}
+    for word in words:
+        option = re.fullmatch(r"-o\s*(\w+)(?:\s*=\s*|\s+)(.+)", word)
+        if option is None or option[1].lower() not in _SSH_OPTIONS:
+            continue
+        try:
+            value = next(iter(shlex.split(option[2])), "")
+        except ValueError:
+            continue
+        # /dev/null: of no host is the key known, which kit refuses. Ssh alone can tell what %h is.
+        if value not in ("", "/dev/null", "none") and not re.search("%(?!%)", value.replace("%%", "")):
+            found.setdefault(_SSH_OPTIONS[option[1].lower()], value.replace("%%", "%"))
+    return found
 
 
 def _groups_of(tree: _Tree, name: str) -> list[str]:

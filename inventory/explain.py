@@ -12,6 +12,9 @@ from pydantic_core import ErrorDetails
 from nodekit.inventory.schema import HostBlock, InventoryFile, Job, Webhook
 from nodekit.inventory.source import Document, Path, Problem, quoted
 
+MAX_TOLD = 20
+"""Lines of mistakes: one that is made for each of a thousand hosts is understood after a few."""
+
 
 def validate(document: Document) -> tuple[InventoryFile | None, list[Problem], set[Path]]:
     """Return the file's model, all mistakes, and the paths of the keys removed because of one.
@@ -52,7 +55,10 @@ def tell(file: FilePath, document: Document, problems: list[Problem]) -> str:
         lines.setdefault(
             (place, problem.path[-1:], problem.text), f"{file}:{place.line}: {steps}{problem.text}"
         )
-    return "\n".join(lines[key] for key in sorted(lines, key=lambda key: key[0]))
+    told = [lines[key] for key in sorted(lines, key=lambda key: key[0])]
+    if len(told) > MAX_TOLD:
+        told[MAX_TOLD - 1 :] = [f"{file}: and {len(told) - MAX_TOLD + 1} more mistakes"]
+    return "\n".join(told)
 
 
 def where(path: Path) -> str:

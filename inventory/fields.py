@@ -126,9 +126,31 @@ Login = Annotated[
     Field(pattern=r"^([^\s:@-][^\s:@]*@)?[A-Za-z0-9_][A-Za-z0-9_.:%-]*$"),
     _wanted("a login node, as user@login.example.org", quote=True),
 ]
+_MOST_RUNS = 10_000
+
+
+def _check_array(text: str) -> str:
+    listed, _, at_once = text.partition("%")
+    num = 0
+    for part in listed.split(","):
+        numbers, _, step = part.partition(":")
+        first, _, last = numbers.partition("-")
+        if int(last or first) < int(first) or int(step or 1) == 0:
+            raise unwanted(
+                f"a first index, a last one that is not below it, and a step from 1, and not {part}"
+            )
+        num += (int(last or first) - int(first)) // int(step or 1) + 1
+    if num > _MOST_RUNS:
+        raise unwanted(f"at most {_MOST_RUNS} runs, and not {num}")
+    if int(at_once or 1) == 0:
+        raise unwanted("one job or more at once, after %")
+    return text
+
+
 ArraySpec = Annotated[
     str,
-    Field(pattern=r"^\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?$"),
+    Field(pattern=r"^\d{1,9}(-\d{1,9}(:\d{1,9})?)?(,\d{1,9}(-\d{1,9}(:\d{1,9})?)?)*(%\d{1,9})?$"),
+    AfterValidator(_check_array),
     _wanted("indexes as sbatch --array takes them, as 0-15%4", quote=True),
 ]
 RunTime = Annotated[
@@ -167,6 +189,8 @@ def _check_hostlist(text: str) -> str:
         raise unwanted(f"{_HOSTLIST} ({error})") from error
     if len(set(names)) < len(names):
         raise unwanted(f"{_HOSTLIST} (it has a name twice)")
+    if not names:
+        raise unwanted(f"{_HOSTLIST} (it has no name)")
     return text
 
 

@@ -10,6 +10,14 @@ MAX_HOSTS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,199}")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/([1-9]\d{0,5}))?)?")
 
+OWN_NAMES = ("code", "slurm", "state")
+"""What kit calls its own folders beside those of the nodes."""
+
+
+def is_own_name(name: str) -> bool:
+    """Whether no host can be called so: what kit puts beside its `code` begins so, and `code.example.org` does not."""
+    return name in OWN_NAMES or name.startswith(("code.tree.json", "code.partial-"))
+
 
 def is_name(text: str) -> bool:
     """Whether it is the name or address of one host, not a hostlist."""

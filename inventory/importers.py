@@ -30,6 +30,9 @@ class FoundHost:
     user: str | None = None
     port: int | None = None
     identity_file: str | None = None
+    known_hosts: str | None = None
+    python: str | None = None
+    """An interpreter that may be the one to train with."""
     connection: str | None = None
     """``local`` or None."""
     slots: int | None = None

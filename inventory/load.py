@@ -9,6 +9,9 @@ from nodekit.inventory.errors import InventoryError
 if TYPE_CHECKING:
     from nodekit.inventory.schema import Inventory
 
+MAX_BYTES = 1 << 20
+"""Of 5,000 hosts it is a quarter of that; a larger file is something else."""
+
 _FOLDER = Path(__file__).resolve().parent
 
 
@@ -64,6 +67,12 @@ def example_path(name: str) -> Path:
     return _FOLDER / f"{name}.yaml"
 
 
+def example_of(path: str) -> str:
+    """Return the name of the inventory that comes with kit and is this file; "" where it is none of these."""
+    file = Path(path)
+    return file.stem if file.suffix == ".yaml" and file.parent.resolve() == _FOLDER else ""
+
+
 def dump(inventory: "Inventory") -> dict[str, Any]:
     """Return the inventory as plain JSON values, for a run's record."""
     return inventory.model_dump(mode="json")
@@ -81,13 +90,32 @@ def restore(record: Mapping[str, Any]) -> "Inventory":
         raise InventoryError(f"the run's record of its inventory cannot be read: {error}") from error
 
 
+def read_limited(path: Path, max_bytes: int, *, wanted: str) -> bytes:
+    """Read a file, which may be one without an end, as /dev/zero.
+
+    Raises:
+        InventoryError: it is longer, and what was wanted.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise InventoryError(f"{path}: found more than {max_bytes >> 20} MiB", wanted=wanted)
+    return data
+
+
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        # One of a shell's `<(…)` has somebody who writes; of any other, who opens it may wait forever.
+        if path.is_fifo() and not path.is_relative_to("/dev") and not path.is_relative_to("/proc"):
+            raise InventoryError(f"{path}: found a FIFO", wanted="a file", cure=_what_there_is(path.parent))
+        return read_limited(path, MAX_BYTES, wanted="an inventory file").decode()
     except FileNotFoundError:
         raise InventoryError(f"{path}: no such file", cure=_what_there_is(path.parent)) from None
     except IsADirectoryError:
         raise InventoryError(f"{path}: found a folder", wanted="a file", cure=_what_there_is(path)) from None
+    except InventoryError:
+        raise
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
             line = error.object.count(b"\n", 0, error.start) + 1

@@ -52,6 +52,7 @@ def resolve(
         *_section_problems(file, written),
         *_address_count_problems(file),
         *_name_problems(hosts),
+        *_own_name_problems(hosts),
         *_address_problems(hosts, left_out),
         *_node_count_problems(file, len(hosts), left_out),
         *_secret_problems(file),
@@ -144,6 +145,18 @@ def _name_problems(hosts: list[tuple[str, str, Host]]) -> Iterator[Problem]:
             yield Problem(
                 ("hosts", key),
                 f"found the host {name} again (first in {first[name]}), wanted it once",
+                at_key=True,
+            )
+
+
+def _own_name_problems(hosts: list[tuple[str, str, Host]]) -> Iterator[Problem]:
+    for key, name, _ in hosts:
+        if hostlists.is_own_name(name):
+            own = ", ".join(hostlists.OWN_NAMES)
+            text = f"found the host {name}, as kit calls a folder of its own ({own})"
+            yield Problem(
+                ("hosts", key),
+                f"{text}, wanted another name, as host-{name}: {{address: {name}}}",
                 at_key=True,
             )
 

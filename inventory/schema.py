@@ -210,7 +210,7 @@ class Job(_Model):
     nproc_per_node: PositiveCount | None = None
     """Processes per node. Default: one per GPU, or 1 on a host without GPUs."""
     max_restarts: Count = 3
-    """How often in a row a node's processes may crash, with no progress in between, before the job has failed. A lost node is not counted."""  # noqa: E501
+    """How often in a row a node's processes may crash, or hang before the first step, with no progress in between, before the job has failed. A lost node is not counted."""  # noqa: E501
     on_nan: OnNan = "stop"
     """What is done when a loss is not a number, or infinite: stop ends the job; rollback goes back to the newest snapshot, and kit's training module leaves that batch out. No snapshot holds it."""  # noqa: E501
     start: StartMethod = "forkserver"
@@ -317,7 +317,7 @@ class SlurmSettings(_Model):
     array: ArraySpec | None = None
     """Indexes of a job array, as 0-15%4."""
     setup: tuple[Text, ...] = ()
-    """Shell lines to run first on every node, as module load cuda/12.4."""
+    """Shell lines of the batch script, as module load cuda/12.4: run on the first node; what they export is for all."""
     srun_args: tuple[Text, ...] = ()
     """Further arguments for srun, one item each, as --container-image=/images/torch.sqsh."""
     max_requeues: Count = 10

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
+from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options, StopOptions
 from nodekit.deploy.metrics import metrics_port
-from nodekit.deploy.output.terminal import shown_path
-from nodekit.deploy.records import events, runs
+from nodekit.deploy.records import events, find_runs, locks, runs
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run, RunFolder
+from nodekit.deploy.screen.verdict_screen import resume_command
 from nodekit.deploy.screen.view import fits_screen
 from nodekit.deploy.story.status import Status, status_line
 from nodekit.deploy.supervise.state import Rules
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host, Inventory
-from nodekit.slurm import prepare, shared_folder
 from nodekit.slurm import run as runner
-from nodekit.slurm.accounts import usage
-from nodekit.slurm.jobs import Slurm
-from nodekit.slurm.login import LOGIN, host_of, login, read
-from nodekit.slurm.shared_folder import events_of, forget_secrets, record_end, record_of
+from nodekit.slurm.cluster import shared_folder
+from nodekit.slurm.cluster.accounts import usage
+from nodekit.slurm.cluster.jobs import Slurm
+from nodekit.slurm.cluster.login import LOGIN, host_of, login
+from nodekit.slurm.cluster.shared_folder import events_of, forget_secrets, record_end, record_of
+from nodekit.slurm.submission import prepare
 
 
 class SlurmBackend:
@@ -58,16 +57,20 @@ class SlurmBackend:
             return sweep.up(inventory, options)
         if options.dry_run:
             return prepare.dry_run(inventory, options)
-        with runs.starting(inventory.path):
-            run = runs.current(inventory.path, options.command or inventory.job.command, is_new=options.new)
+        with locks.starting(inventory.path):
+            run = find_runs.current(
+                inventory.path, options.command or inventory.job.command, is_new=options.new
+            )
             attached = run is not None and run.state in runs.LIVE and runner.is_there(run, options.ssh)
             if run is None or not attached:
                 run = runner.start(inventory, run if run and run.state != "succeeded" else None, options)
         if attached:
             print(f"attached to {run.run_id}, job {run.slurm['job_id']}; Ctrl-C cancels it", flush=True)
         if options.detach:
-            shown = shlex.quote(shown_path(str(options.inventory)))
-            print(f"{run.run_id} is queued: kit up {shown} attaches to it, kit down cancels it", flush=True)
+            print(
+                f"{run.run_id} is queued: {resume_command(run)} attaches to it, kit down cancels it",
+                flush=True,
+            )
             return 0
         if fits_screen(plain=options.plain or options.quiet):
             from nodekit.slurm import watch as live
@@ -88,8 +91,7 @@ class SlurmBackend:
             record = record_of(run, channel)
             heard = shared_folder.node_statuses(run, channel)
             found = {name: heard.get(name, {}) for name in (record.nodes if record else ())}
-            told = json.loads(read(channel, f"{run.slurm['run_dir']}/slurm/absent.json") or "{}")
-            absent = told.get("nodes", []) if told.get("job") == job.job_id else []
+            absent = shared_folder.absent_nodes(run, channel)
             used = None
             if job.is_over:
                 used = usage(Slurm(channel), run.slurm["job_id"])
@@ -137,17 +139,10 @@ class SlurmBackend:
             "slurm.nodes says how many the job takes",
         )
 
-    def down(
-        self,
-        run: Run,
-        ssh: SshOptions,
-        *,
-        force: bool = False,  # it is Slurm that ends it
-        lost: bool = False,
-        fetch: bool = False,
-    ) -> int:
+    def down(self, run: Run, options: StopOptions) -> int:
         """Cancel the job of a run; the exit status."""
-        return runner.down(run, ssh, fetch=fetch)
+        _refuse_what_slurm_decides(options)
+        return runner.down(run, options.ssh, fetch=options.fetch)
 
     def sweep_status(self, members: list[Run], ssh: SshOptions, *, as_json: bool) -> int:
         """Print a table of the runs of a sweep; the exit status."""
@@ -155,11 +150,12 @@ class SlurmBackend:
 
         return sweep.status(members, ssh, as_json=as_json)
 
-    def sweep_down(self, members: list[Run], ssh: SshOptions, *, fetch: bool = False) -> int:
+    def sweep_down(self, members: list[Run], options: StopOptions) -> int:
         """Cancel what is left of a sweep; the exit status."""
         from nodekit.slurm import sweep
 
-        return sweep.down(members, ssh, fetch=fetch)
+        _refuse_what_slurm_decides(options)
+        return sweep.down(members, options.ssh, fetch=options.fetch)
 
     def still_there(self, run: Run, channels: Mapping[str, HostChannel]) -> str:
         """Its job; how one ended that is over is written down."""
@@ -195,3 +191,15 @@ class SlurmBackend:
             return Slurm(channels[LOGIN]).job(run.slurm["job_id"]).is_over
         except HostError:  # whoever reads tells, and tries again
             return False
+
+
+def _refuse_what_slurm_decides(options: StopOptions) -> None:
+    """Refuse what kit has no say in: it is Slurm that ends a job, and that knows which nodes are off."""
+    if options.force:
+        raise KitError(
+            "--force: Slurm gives the processes of a job that is cancelled its KillWait (30 s by default), and "
+            "kills them then",
+            cure="leave it out",
+        )
+    if options.lost:
+        raise KitError("--lost: Slurm itself finds out which nodes are down", cure="leave it out")

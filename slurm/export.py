@@ -18,7 +18,7 @@ from nodekit.deploy.records import runs
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
-from nodekit.slurm.prepare import prepare
+from nodekit.slurm.submission.prepare import prepare
 
 NODES = ("nodes", "ntasks-per-node", "no-kill")
 GOES_ON = ("requeue", "open-mode", "signal")
@@ -43,6 +43,8 @@ def export(options: Options, output: Path | None) -> int:
         raise KitError(
             "slurm.array: a script is for one run", cure="take it out, or use kit up, which submits arrays"
         )
+    if output is not None and not output.parent.is_dir():
+        raise KitError(f"--output {output}: there is no folder {output.parent}")
     options = dataclasses.replace(options, quiet=output is None)
     run_id = runs.new_id(inventory.name)
     with contextlib.ExitStack() as stack:
@@ -54,8 +56,11 @@ def export(options: Options, output: Path | None) -> int:
     if output is None:
         sys.stdout.write(text)
         return 0
-    output.write_text(text, encoding="utf-8")
-    output.chmod(0o755)
+    try:
+        output.write_text(text, encoding="utf-8")
+        output.chmod(0o755)
+    except OSError as error:
+        raise KitError(f"--output {output}: {error}") from error
     where = f" on {inventory.slurm.login}" if inventory.slurm.login else ""
     print(f"{run_id} lies ready in {ready.run_dir}; sbatch {shlex.quote(str(output))}{where} runs it")
     return 0

@@ -13,7 +13,7 @@ from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.observer import Observer
 from nodekit.inventory.errors import KitError
-from nodekit.slurm.shared_folder import LOST, SharedFolder, record_of
+from nodekit.slurm.cluster.shared_folder import LOST, SharedFolder, record_of
 
 LOOK_S = 5.0  # Prometheus asks every 15 s, or less often
 

@@ -7,28 +7,29 @@ Slurm's commands. What runs on the nodes is in slurm/allocation/allocation.py.
 from __future__ import annotations
 
 import contextlib
-import shlex
 import time
 from collections.abc import Sequence
 
 from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.launch import watch as leading
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import Phases
-from nodekit.deploy.output.terminal import shown_path
-from nodekit.deploy.records import fetchlogs, runs, secret_files
+from nodekit.deploy.records import events, fetchlogs, runs, secret_files
 from nodekit.deploy.records.runs import Run
+from nodekit.deploy.screen.verdict_screen import resume_command, with_left_out
+from nodekit.deploy.story.verdict import verdict_of
 from nodekit.deploy.supervise.node_client import secrets_of
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import metrics
-from nodekit.slurm.accounts import usage
-from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.login import LOGIN_TIMEOUT_S, login
-from nodekit.slurm.prepare import Ready, prepare
-from nodekit.slurm.shared_folder import fetch_logs, forget_secrets, record_end
+from nodekit.slurm.cluster.accounts import usage
+from nodekit.slurm.cluster.jobs import Job, Slurm
+from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, login
+from nodekit.slurm.cluster.shared_folder import fetch_logs, forget_secrets, record_end, record_of
+from nodekit.slurm.submission.prepare import Ready, prepare
 
 LOOK_S = 2.0
 POLL_S = 0.3
@@ -81,7 +82,7 @@ def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -
     with run.changing():
         run.inventory, run.code_digest = dump(inventory), ready.code_digest
         run.slurm = {**slurm, "private": " ".join(ready.private)}
-        run.left_out = dict(ready.left_out)
+        run.left_out, run.skip_check = dict(ready.left_out), ready.skip_check
         run.state, run.started, run.ended = "running", time.time(), None
         run.verdict, run.cause = "", {}
     run.say_stop("")
@@ -146,7 +147,7 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
             if is_over:
                 forget_secrets(run, channel)
             run.finish_stopped()
-            print(f"{run.run_id} is stopped", flush=True)
+            print(f"{run.run_id} is stopped; {resume_command(run)} goes on with it", flush=True)
             bring_logs(run, channel)
             return runs.STOPPED_EXIT
         return conclude(run, channel, job)
@@ -189,10 +190,18 @@ def _cancel(slurm: Slurm, job_id: str) -> bool:
     return False
 
 
-def conclude(run: Run, channel: HostChannel, job: Job) -> int:
-    """Write down and say how a run ended whose job is over; kit's exit status."""
+def conclude(run: Run, channel: HostChannel, job: Job, *, is_shown: bool = True) -> int:
+    """Write down and say how a run ended whose job is over; kit's exit status.
+
+    Args:
+        run: it is.
+        channel: to the login node.
+        job: as it ended.
+        is_shown: whether what the leader says is shown, which has told the verdict then.
+    """
     exit_status, is_told = record_end(run, channel, job)
     bring_logs(run, channel)
+    record = None if is_shown else record_of(run, channel)
     if run.state == "stopped":
         print(f"\n{run.run_id} was stopped; {_how_to_resume(run)}")
     elif not is_told:
@@ -207,9 +216,26 @@ def conclude(run: Run, channel: HostChannel, job: Job) -> int:
             f"\n{run.run_id} failed: Slurm says {job.line()}\n{why}"
             f"  what its tasks said   {channel.host}:{folder}/{run.slurm['job_id']}_*_log.out\n  {_how_to_resume(run)}"
         )
+    elif record is not None:
+        _tell(run, record, channel)
     if used := usage(Slurm(channel), run.slurm["job_id"], wait_s=ACCOUNT_S):
         print(f"  used       {used.line()}")
     return exit_status
+
+
+def _tell(run: Run, record: Run, channel: HostChannel) -> None:
+    """Say what the leader has, in the words and the width of `kit up` over SSH; `record` is the leader's."""
+    found = verdict_of(
+        events.read(run.folder),
+        max_restarts=restore(run.inventory).job.max_restarts,
+        state=run.state,
+        reason=run.verdict,
+        known=run.cause,
+    )
+    if found is None:
+        return
+    record.left_out = record.left_out or run.left_out
+    leading.conclude(record, dict.fromkeys(record.nodes, channel), with_left_out(record, found))
 
 
 def bring_logs(run: Run, channel: HostChannel, *, is_asked: bool = False) -> None:
@@ -219,7 +245,7 @@ def bring_logs(run: Run, channel: HostChannel, *, is_asked: bool = False) -> Non
 
 
 def _how_to_resume(run: Run) -> str:
-    return f"kit up {shlex.quote(shown_path(run.inventory_path))} goes on from its snapshot"
+    return f"{resume_command(run)} goes on from its snapshot"
 
 
 def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = False) -> int:

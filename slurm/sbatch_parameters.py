@@ -41,7 +41,7 @@ def parameters(
         run_dir: the run's folder, in the shared one.
         python: the nodes' interpreter.
         kit_dir: kit's package, in the shared folder.
-        minutes: the time limit.
+        minutes: the time limit, or the longest that the partition allows.
     """
     settings = inventory.slurm
     assert settings is not None
@@ -53,7 +53,6 @@ def parameters(
         "job_name": name,
         "nodes": settings.nodes.max,
         "ntasks_per_node": 1,
-        "time": minutes,
         "partition": settings.partition,
         "account": settings.account,
         "qos": settings.qos,
@@ -78,6 +77,9 @@ def parameters(
         (asked if key in _submitits_own() else further)[key] = value
     return {
         **{key: value for key, value in asked.items() if value is not None},
+        # None, where none is asked for, keeps submitit from its own: then the partition's holds, or that of the
+        # account or the quality of service, which Slurm refuses to exceed.
+        "time": settings.extra.get("time", settings.time_min),
         "additional_parameters": further,
     }
 

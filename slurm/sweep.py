@@ -19,17 +19,17 @@ from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan.plan import TRAINING_MODULE
-from nodekit.deploy.records import runs, secret_files
+from nodekit.deploy.records import find_runs, locks, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.node_client import secrets_of
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import run as runner
-from nodekit.slurm.jobs import Job, Slurm, indexes
-from nodekit.slurm.login import login, read, settings_of
-from nodekit.slurm.prepare import dry_run, prepare
-from nodekit.slurm.shared_folder import node_statuses, record_end, record_of
+from nodekit.slurm.cluster.jobs import Job, Slurm, indexes
+from nodekit.slurm.cluster.login import login, read, settings_of
+from nodekit.slurm.cluster.shared_folder import node_statuses, record_end, record_of
+from nodekit.slurm.submission.prepare import dry_run, prepare
 
 LOOK_S = 2.0
 MAX_NUMBERS = 3
@@ -62,7 +62,8 @@ def variants(sweep: Sequence[str], array: str | None) -> list[Variant]:
         )
     if array:
         name = "SLURM_ARRAY_TASK_ID"
-        return [Variant(index, f"{name}={index}", env={name: str(index)}) for index in indexes(array)]
+        numbers = sorted(set(indexes(array)))  # as sbatch takes them
+        return [Variant(index, f"{name}={index}", env={name: str(index)}) for index in numbers]
     options: dict[str, list[str]] = {}
     for each in sweep:
         key, _, values = each.partition("=")
@@ -89,11 +90,11 @@ def up(inventory: Inventory, options: Options) -> int:
         for each in wanted if not options.json else ():
             print(f"run {each.index}: {each.values}")
         return dry_run(inventory, options)
-    with runs.starting(inventory.path):
-        before = [run for run in runs.all_runs() if run.inventory_path == str(inventory.path.resolve())]
+    with locks.starting(inventory.path):
+        before = find_runs.all_of(inventory.path)
         before.sort(key=lambda run: run.state in runs.LIVE)  # what is not over comes before what is newer
         sweep_id = next((run.sweep for run in reversed(before) if run.sweep), "")
-        members = runs.sweep(sweep_id) if sweep_id else []
+        members = find_runs.sweep(sweep_id) if sweep_id else []
         pairs = [(_command(inventory, options, each), each.values) for each in wanted]
         same = [(run.command, run.sweep_values) for run in members] == pairs
         live = _live(members)
@@ -298,7 +299,7 @@ def _progress(channel: HostChannel, run: Run) -> dict[str, Any]:
         return {"progress": "", "result": {}}
     told = node_statuses(run, channel).get(node["name"], {})
     result: Any = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(KitError, ValueError):
         result = json.loads(read(channel, f"{node['node_dir']}/output/result.json") or "{}")
     numbers = result.items() if isinstance(result, dict) else ()
     return {

@@ -18,9 +18,9 @@ from nodekit.deploy.supervise.observer import Left, StopAsked
 from nodekit.inventory.load import restore
 from nodekit.slurm import metrics
 from nodekit.slurm import run as runner
-from nodekit.slurm.jobs import Job, Slurm
-from nodekit.slurm.login import login
-from nodekit.slurm.shared_folder import SharedFolder
+from nodekit.slurm.cluster.jobs import Job, Slurm
+from nodekit.slurm.cluster.login import login
+from nodekit.slurm.cluster.shared_folder import SharedFolder
 
 TICK_S = 0.1
 LOOK_S = 1.0
@@ -66,7 +66,7 @@ def watch(
         except StopAsked:
             return _cancel(run, options, view, "kit watch")
         view.close()
-        return runner.conclude(run, channel, job)
+        return runner.conclude(run, channel, job, is_shown=False)
 
 
 def _goes_on(run: Run, view: FullScreen) -> int:
@@ -99,9 +99,12 @@ def _follow(run: Run, channel: HostChannel, watched: ViewModel, view: FullScreen
             looked_at = now
             for event in source.events():
                 watched.event(event)
+            statuses, lines = source.statuses()
             for node, rank, line in source.logs():
                 watched.log(node, rank, [line])
-            statuses, lines = source.statuses()
+            if not statuses:  # it starts: what it does until its nodes tell
+                for line in source.said:
+                    watched.say(line, time.time())
             watched.lines(lines)
         if now - asked_at >= LOOK_AT_JOB_S:
             asked_at = now

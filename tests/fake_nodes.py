@@ -133,6 +133,8 @@ class Nodes:
 class FakeChannel:
     """A channel to one of them."""
 
+    is_lost = False
+
     def __init__(self, host: str, nodes: Nodes) -> None:
         self.host = host
         self._nodes = nodes

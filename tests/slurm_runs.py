@@ -51,6 +51,15 @@ STARTED = "first step "
 """What rank 0 says once each time it is started."""
 
 
+IN_A_JOB = {
+    "SLURM_JOB_ID": "999999",
+    "SLURM_MEM_PER_CPU": "1",
+    "SLURM_MEM_PER_NODE": "1",
+    "SLURM_NNODES": "1",
+}
+"""What a user's shell has within `salloc`; srun refuses to start anything by both limits of memory at once."""
+
+
 class Site:
     """A project folder, and the cluster it runs on."""
 
@@ -99,14 +108,14 @@ class Site:
     def kit(self, *args: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             warm_kit.argv(*args), cwd=self.folder, text=True, capture_output=True, stdin=subprocess.DEVNULL,
-            timeout=timeout_s, check=False,
+            timeout=timeout_s, check=False, env={**os.environ, **IN_A_JOB},
         )  # fmt: skip
 
     def start(self, log: Path, *args: str) -> subprocess.Popen[str]:
         with log.open("a") as out:
             process = subprocess.Popen(
                 warm_kit.argv(*args), cwd=self.folder, text=True, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True,
+                start_new_session=True, env={**os.environ, **IN_A_JOB},
             )  # fmt: skip
         self.started.append(process)
         return process

@@ -96,6 +96,10 @@ def program() -> str:
     return str(started(__file__))
 
 
+TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
+"""A variable that torch sets for itself in the caller, once anything of an earlier test there has asked for it."""
+
+
 def environment() -> dict[str, str]:
     """What the process behind it was started with and a caller has to hand on, for its ranks to be forks too."""
     return {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": program()}
@@ -123,6 +127,7 @@ class _Maker(forkserver._Server):
 
     def __init__(self, listening: socket.socket) -> None:
         super().__init__(listening, set())
+        self._env.pop(TORCHS_OWN, None)
         del self._path[0]  # this file's folder
         self._agents: dict[int, int] = {}
         """Child → whom signals are for, if that is not the child."""
@@ -178,7 +183,8 @@ class _Maker(forkserver._Server):
             for number, each in enumerate(files):
                 os.dup2(each, number)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-            argv, env = ["python", *asked["argv"]], asked["env"]
+            argv = ["python", *asked["argv"]]
+            env = {name: value for name, value in asked["env"].items() if name != TORCHS_OWN}
             target = forkserver._Target.parse(argv)
             self._ignore(asked["ignored"])
             if why := forkserver._refusal(target, self._as_ours(env), asked["cwd"], self._env):
@@ -187,7 +193,7 @@ class _Maker(forkserver._Server):
                     os.write(2, os.fsencode(f"not a fork: {why}\n"))
                     os._exit(1)
                 target = None
-            self._become({**asked, "argv": argv}, target)
+            self._become({**asked, "argv": argv, "env": env}, target)
         finally:
             os._exit(1)
 

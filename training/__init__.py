@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from nodekit.training.attempts.attempts import run_attempts
     from nodekit.training.data.sampler import ElasticSampler, Micro
     from nodekit.training.engines.ddp import lay_out_buckets
-    from nodekit.training.kept import AttemptOver
+    from nodekit.training.process.kept import AttemptOver
+    from nodekit.training.process.stop import Stop
     from nodekit.training.snapshots.emergency import EmergencySave
     from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
-    from nodekit.training.snapshots.fence import Fenced
-    from nodekit.training.snapshots.manifest import Loaded, Manifest
+    from nodekit.training.snapshots.files.fence import Fenced
+    from nodekit.training.snapshots.files.manifest import Loaded, Manifest
     from nodekit.training.snapshots.snapshot import Snapshots
     from nodekit.training.steps.not_finite import LossWatch, NotFinite
-    from nodekit.training.stop import Stop
     from nodekit.training.tasks import Task
     from nodekit.training.world import World
 
@@ -47,13 +47,13 @@ _MODULES = {
     "engines.ddp": ("lay_out_buckets",),
     "steps.not_finite": ("LossWatch", "NotFinite"),
     "data.sampler": ("ElasticSampler", "Micro"),
-    "kept": ("AttemptOver",),
+    "process.kept": ("AttemptOver",),
     "snapshots.emergency": ("EmergencySave",),
     "snapshots.exchange": ("newest_of_all", "writes_snapshots"),
-    "snapshots.fence": ("Fenced",),
-    "snapshots.manifest": ("Loaded", "Manifest"),
+    "snapshots.files.fence": ("Fenced",),
+    "snapshots.files.manifest": ("Loaded", "Manifest"),
     "snapshots.snapshot": ("Snapshots",),
-    "stop": ("Stop",),
+    "process.stop": ("Stop",),
     "tasks": ("Task",),
     "world": ("World",),
 }

@@ -2,10 +2,10 @@
 
 import os
 
-from nodekit.training import gpus
 from nodekit.training.options.arguments import parse
+from nodekit.training.process import gpus
+from nodekit.training.process.stop import leave
 from nodekit.training.rank import refused, train
-from nodekit.training.stop import leave
 
 
 def main() -> int:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _NAME = "python -m nodekit.training.apply"
 _BATCH = 256
+_PACKAGES = {"torch": "torch", "sklearn": "scikit-learn"}
+"""Module → what pip calls it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{_NAME}: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "sklearn"):
+        if (package := _PACKAGES.get(error.name or "")) is None:
             raise
-        print(f"{_NAME}: {sys.executable} has no {error.name}: pip install 'nodekit[train]'", file=sys.stderr)
+        print(f"{_NAME}: {sys.executable} has no {error.name}: pip install {package}", file=sys.stderr)
         return 2
     result = {"task": facts["task"], "step": facts.get("step"), "epoch": facts.get("epoch"), **found}
     print(_printable(_as_text(result)) if given.test and not given.json else as_json(result))
@@ -77,8 +79,8 @@ def load(folder: Path, data: str | None = None) -> "tuple[Task, torch.nn.Module,
     Raises:
         ValueError: the folder is not one of a run, or the task has changed.
     """
-    from nodekit.training import rng
-    from nodekit.training.devices import kind_here
+    from nodekit.training.process import rng
+    from nodekit.training.process.devices import kind_here
     from nodekit.training.tasks import GIVEN, load_task
     from nodekit.training.weights.export import load_weights, read_facts, read_weights
 

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from nodekit.training.devices import UNPROVEN
 from nodekit.training.errors import TrainingError
+from nodekit.training.process.devices import UNPROVEN
 
 BUILD_HOROVOD = "python -m nodekit.training.engines.build_horovod"
 """No release of Horovod builds against a current torch, so there is no extra for it."""
@@ -66,8 +66,8 @@ ENGINES = {
 ALONE = tuple(name for name, info in ENGINES.items() if info.is_alone)
 LIBRARIES = tuple(sorted({library for info in ENGINES.values() for library in info.libraries}))
 """Every package that some engine needs beyond torch."""
-_EXTRAS = {"lightning_fabric": "fabric", "transformers": "text"}
-"""Library → nodekit's extra, where that has another name."""
+_PACKAGES = {"lightning_fabric": "lightning-fabric", "deepspeed": "'deepspeed>=0.19,<0.20'"}
+"""Library → what pip is to install, where that is not its name alone."""
 
 
 def refused_on_gpus(name: str) -> str:
@@ -94,6 +94,6 @@ def lacking(name: str, found: Collection[str]) -> str:
     absent = [library for library in ENGINES[name].libraries if library not in found]
     if not absent:
         return ""
-    extras = ",".join(_EXTRAS.get(library, library) for library in absent)
-    cure = BUILD_HOROVOD if name == "horovod" else f"pip install 'nodekit[{extras}]'"
+    packages = " ".join(_PACKAGES.get(library, library) for library in absent)
+    cure = BUILD_HOROVOD if name == "horovod" else f"pip install {packages}"
     return f"--engine {name} needs {' and '.join(absent)}: {cure} on every node"

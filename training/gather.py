@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from nodekit.training.errors import log_to_stderr
-from nodekit.training.snapshots import shards
-from nodekit.training.snapshots.commit import place, written_beside
-from nodekit.training.snapshots.manifest import save_payload
+from nodekit.training.snapshots.files import shards
+from nodekit.training.snapshots.files.commit import place, written_beside
+from nodekit.training.snapshots.files.manifest import save_payload
 from nodekit.training.snapshots.snapshot import Snapshots
 
 _NAME = "python -m nodekit.training.gather"

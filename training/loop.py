@@ -9,29 +9,29 @@ from typing import Any, cast
 
 import torch
 
-from nodekit.training import rng
 from nodekit.training.data.evaluate import Evaluation, to_device
 from nodekit.training.data.loading import load_training_data, loading
-from nodekit.training.devices import sum_dtype
 from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
 from nodekit.training.group.collectives import broadcast_from_first
-from nodekit.training.kept import Kept
 from nodekit.training.options.options import Options
+from nodekit.training.process import rng
+from nodekit.training.process.devices import sum_dtype
+from nodekit.training.process.kept import Kept
+from nodekit.training.process.stop import Stop
 from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
 from nodekit.training.snapshots.emergency import LastWholeStep
 from nodekit.training.snapshots.exchange import newest_of_all
+from nodekit.training.snapshots.files.manifest import Loaded
 from nodekit.training.snapshots.hostcopy import gather_for_others, holds_gathered
-from nodekit.training.snapshots.manifest import Loaded
 from nodekit.training.snapshots.opening import open_snapshots
 from nodekit.training.snapshots.saver import Saver
 from nodekit.training.steps.local_sgd import LocalSgd
 from nodekit.training.steps.not_finite import check_loss, check_weights
 from nodekit.training.steps.optimizers import is_fused, load_state
 from nodekit.training.steps.step_sums import Step, StepSums
-from nodekit.training.stop import Stop
 from nodekit.training.tasks import GIVEN, Task, optimizer_of
 from nodekit.training.weights import checkpoint
 from nodekit.training.weights.best import Best
@@ -67,18 +67,7 @@ class Loop:
         self.step = 0
         self.trained_s = 0.0
         world.stage("making the model and reading the data")
-        rng.seed_all(options.seed, rank=0)  # the same weights everywhere; engines send rank 0's anyway
-        # Some engines share the weights out before they go to the device, which may have no room for the whole.
-        self.begins_on_cpu = begins_on_cpu(options)
-        self.module = task.model().to("cpu" if self.begins_on_cpu else world.device)
-        if options.sync_bn:
-            self.module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        fused = is_fused(options, world.device)
-        optimizer = own_optimizer(options, self.module, fused=fused) or optimizer_of(
-            task, self.module, options.peak_lr, fused=fused
-        )
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
+        optimizer = self._make_model()
         self.sampler, self.loader = load_training_data(options, world, task)
         rng.seed_all(options.seed, rank=1 + world.rank)
         self.is_sharded = options.snapshot_format == "sharded"
@@ -86,19 +75,7 @@ class Loop:
         snapshots, writes = open_snapshots(folder, options, world)
         found = newest_of_all(snapshots, world, writes=writes, is_mapped=True)
         self.resumed_from = found.source if found else None
-        left_out: list[str] = []
-        if found:
-            world.stage("loading the snapshot")
-            self._resume(found, optimizer)
-        elif options.init_from:
-            left_out = load_weights(
-                self.module,
-                read_weights(options.init_from),
-                options.init_from,
-                ignore_mismatched_sizes=options.ignore_mismatched_sizes,
-            )
-        elif options.resume_from:
-            left_out = self._resume_checkpoint(options.resume_from, optimizer)
+        left_out = self._load(found, optimizer)
         self.sampler.leave_out(without)
         self.total_steps = self.step + self.sampler.steps_to(options.epochs)
         world.stage("making the engine")
@@ -122,6 +99,23 @@ class Loop:
         if found and world.may_stay:  # what was kept may be on no disk
             self._step_is_whole()
             self._prepare_snapshots()
+
+    def _make_model(self) -> torch.optim.Optimizer:
+        """Make the model, on its device, and return its optimizer."""
+        options, device = self.options, self.world.device
+        rng.seed_all(options.seed, rank=0)  # the same weights everywhere; engines send rank 0's anyway
+        # Some engines share the weights out before they go to the device, which may have no room for the whole.
+        self.begins_on_cpu = begins_on_cpu(options)
+        self.module = self.task.model().to("cpu" if self.begins_on_cpu else device)
+        if options.sync_bn:
+            self.module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
+        fused = is_fused(options, device)
+        optimizer = own_optimizer(options, self.module, fused=fused) or optimizer_of(
+            self.task, self.module, options.peak_lr, fused=fused
+        )
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        return optimizer
 
     def _make_engine(self, found: Loaded | None, optimizer: torch.optim.Optimizer) -> None:
         state = found.state if found else {}
@@ -162,14 +156,8 @@ class Loop:
             settings=asdict(options),
         )
         self.waits = Waits(self.world.device, self.world.progress_file, rank=self.world.rank)
-        self.evaluation = Evaluation(
-            self.task,
-            self.task.test_data(),
-            self.world,
-            self.report,
-            loading(options, self.world, self.task),
-            options.eval_batch_size,
-        )
+        data, how = self.task.test_data(), loading(options, self.world, self.task)
+        self.evaluation = Evaluation(self.task, data, self.world, self.report, how, options.eval_batch_size)
 
     def run(self) -> dict[str, Any] | None:
         """Train to the end and return the result; None if stopped, with a snapshot of the last step."""
@@ -295,12 +283,11 @@ class Loop:
 
     def _start_sum(self, loss_sum: torch.Tensor) -> None:
         """Start the all-reduce of loss and flags; it overlaps the backward pass."""
-        epoch, offset = self.sampler.epoch, self.sampler.offset
-        num_samples = min(self.sampler.batch_size, self.sampler.num_samples - offset)
+        batch = self.sampler.epoch, self.sampler.offset
+        num_samples = min(self.sampler.batch_size, self.sampler.num_samples - self.sampler.offset)
         self.sampler.advance()
         self.step += 1
         lr = float(self.engine.optimizer.param_groups[0]["lr"])
-        batch = epoch, offset
         self._newest = Step(self.step, loss_sum.clone(), lr=lr, num_samples=num_samples, batch=batch)
         self._sums.add(self._newest)
         syncs = self.local_sgd is None or self.local_sgd.syncs_after(self.step)
@@ -390,7 +377,7 @@ class Loop:
         self.report.evaluation(self.step, epoch=epoch, means=self.means, when=when, best=better)
         weights = functools.cache(
             self.engine.weights
-        )  # all ranks of sharded engines gather them: once is enough
+        )  # all ranks of sharded engines gather them: once will do
         self.best.look(self.means, weights, step=self.step, epoch=epoch)
         if ends_epoch:
             self.epoch_weights.look(epoch, weights)
@@ -466,6 +453,19 @@ class Loop:
             "best": self.best.state(),
             "outer": self.local_sgd.state() if self.local_sgd else {},
         }
+
+    def _load(self, found: Loaded | None, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Continue from a snapshot, or from what the options name; return what was left out, a line for each."""
+        options = self.options
+        if found:
+            self.world.stage("loading the snapshot")
+            self._resume(found, optimizer)
+        elif path := options.init_from:
+            is_partial = options.ignore_mismatched_sizes
+            return load_weights(self.module, read_weights(path), path, ignore_mismatched_sizes=is_partial)
+        elif options.resume_from:
+            return self._resume_checkpoint(options.resume_from, optimizer)
+        return []
 
     def _resume(self, found: Loaded, optimizer: torch.optim.Optimizer) -> None:
         """Continue from a snapshot: everything but the scaler, which the engine loads."""

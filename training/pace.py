@@ -82,8 +82,8 @@ def _step(
     from torch.utils.data import DataLoader, RandomSampler
 
     from nodekit.training.data.evaluate import to_device
-    from nodekit.training.devices import module_of
     from nodekit.training.engines.load import load_engine
+    from nodekit.training.process.devices import module_of
     from nodekit.training.steps.optimizers import is_fused
     from nodekit.training.tasks import optimizer_of
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from nodekit.training.errors import TrainingError, log_to_stderr, refuse_unsafe
 from nodekit.training.folder import InUse, default_folder, held
 from nodekit.training.options.options import Options
+from nodekit.training.process.stop import EXIT_STOPPED, Stop
 from nodekit.training.reporting.trackers import TRACKERS, lacking
-from nodekit.training.stop import EXIT_STOPPED, Stop
 
 if TYPE_CHECKING:
-    from nodekit.training.kept import Kept
     from nodekit.training.loop import Loop
+    from nodekit.training.process.kept import Kept
     from nodekit.training.steps.not_finite import NotFinite
     from nodekit.training.tasks import Task
     from nodekit.training.world import World
@@ -73,8 +73,8 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
     """
     import torch
 
-    from nodekit.training import rng
     from nodekit.training.engines.load import check_engine
+    from nodekit.training.process import rng
     from nodekit.training.tasks import task_of
 
     refuse_unsafe(torch.__version__)
@@ -139,14 +139,14 @@ def train(options: Options, parent: Parent | None = None) -> int:
         world = reform.attempt_of(world, lambda: _world(options))
     gc.freeze()
     gc.enable()
-    folder = output_folder(options, world)
     if not _prints(world):
-        return _train(options, world, task, folder, parent)
+        return _train(options, world, task, parent)
+    folder = output_folder(options, world)  # of all attempts: without kit there is one
     try:
         # A folder from the environment is a run's own already, and NFS may keep a lost node's lock for a while.
         with held(folder) if world.output_dir is None else nullcontext():
             print(node_lines.start(world, folder, engine=options.engine), flush=True)
-            code = _train(options, world, task, folder, parent)
+            code = _train(options, world, task, parent)
     except InUse as error:
         return refused(error)
     if text := node_lines.end(world, folder, is_trained=code == 0):
@@ -159,7 +159,7 @@ def _prints(world: "World") -> bool:
     return world.is_first_on_node and not world.is_by_kit
 
 
-def _train(options: Options, world: "World", task: "Task", folder: Path, parent: Parent | None) -> int:
+def _train(options: Options, world: "World", task: "Task", parent: Parent | None) -> int:
     """Join the other ranks, train, perhaps in several attempts, and return the exit status."""
     from nodekit.training.attempts import reform
 
@@ -170,19 +170,19 @@ def _train(options: Options, world: "World", task: "Task", folder: Path, parent:
             world,
             stop,
             lambda: _world(options),
-            lambda each: _attempt(options, each, task, folder, stop, parent),
+            lambda each: _attempt(options, each, task, stop, parent),
             lambda each: reform.can_go_on(options, each),
         )
 
 
 def _attempt(
-    options: Options, world: "World", task: "Task", folder: Path, stop: Stop, parent: Parent | None
+    options: Options, world: "World", task: "Task", stop: Stop, parent: Parent | None
 ) -> "int | Kept":
     """Train, from what was kept in an earlier attempt if anything was: the exit status, or what the next one gets."""
     from nodekit.training.attempts import reform
     from nodekit.training.reporting import node_lines
     from nodekit.training.snapshots.emergency import why_over
-    from nodekit.training.snapshots.fence import EXIT_FENCED, Fenced
+    from nodekit.training.snapshots.files.fence import EXIT_FENCED, Fenced
 
     loops: list[Loop] = []
     try:
@@ -191,9 +191,10 @@ def _attempt(
                 world.__enter__()
         if _prints(world) and (text := node_lines.met(world)):
             print(text, flush=True)
+        folder = output_folder(options, world)  # another node's number may be this one's now
         result = _run_loops(loops, options, world, task, folder, stop)
         if result is None and loops[-1].is_paused and (kept := loops[-1].keep()):
-            _leave(loops.pop())
+            _forget(loops.pop())
             return kept
         world.close()  # here, where it cannot take longer than the grace if a signal comes
         return stop.exit_code if result is None else 0
@@ -209,7 +210,7 @@ def _attempt(
                 print(f"nodekit: {why}: waiting with step {kept.age[1]} ({error})", file=sys.stderr)
                 traceback.clear_frames(error.__traceback__)
                 if loop is not None:
-                    _leave(loop)
+                    _forget(loop)
                 return kept
         if isinstance(error, Fenced):
             stop.end_within_grace(EXIT_FENCED)
@@ -258,7 +259,8 @@ def _run_loops(
             _judge(error, options, world, number)
             left_out.update(error.batches)
         loops.remove(loop)
-        _leave(loop)
+        loop.saver.settle()  # the next one begins with the newest snapshot
+        _forget(loop)
         del loop
         gc.collect()  # the next one needs its memory
     raise AssertionError("it counts for ever")
@@ -288,9 +290,8 @@ def _judge(error: "NotFinite", options: Options, world: "World", number: int) ->
         )
 
 
-def _leave(loop: "Loop") -> None:
-    """Let go of a loop, when its last snapshot is saved."""
-    loop.saver.settle()
+def _forget(loop: "Loop") -> None:
+    """Let go of a loop. A snapshot that is being written goes on beside the next one, which has what is newer."""
     _KEPT_ALIVE.remove(loop)
     _KEPT_ALIVE.append(loop.saver.snapshots.peers)
     gc.unfreeze()

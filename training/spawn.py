@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from nodekit.training.devices import kind_here, number_of
 from nodekit.training.engine_info import ALONE
 from nodekit.training.group.initmethod import InitMethod
 from nodekit.training.options.options import Options
+from nodekit.training.process.devices import kind_here, number_of
+from nodekit.training.process.stop import Stop, leave
 from nodekit.training.rank import Parent, check, refused, train
-from nodekit.training.stop import Stop, leave
 
 _POLL_EVERY_S = 0.2
 _MARGIN_S = 5.0

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from nodekit.training import devices
 from nodekit.training.group import connections, recorder
 from nodekit.training.group.agent_messages import AgentMessages, messages_from
 from nodekit.training.group.collectives import start_sum
 from nodekit.training.group.initmethod import InitMethod
+from nodekit.training.process import devices
 
 if TYPE_CHECKING:
-    from nodekit.training.kept import Kept
+    from nodekit.training.process.kept import Kept
 
 log = logging.getLogger("nodekit.training")
 

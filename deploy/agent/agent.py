@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,19 +29,21 @@ from nodekit.deploy.agent.hang_diagnosis import HangDiagnosis
 from nodekit.deploy.agent.orders import Fenced, Orders, Superseded
 from nodekit.deploy.agent.quorum import Voters, newest
 from nodekit.deploy.agent.ranks.attempt import Attempts
-from nodekit.deploy.agent.ranks.budget import MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
-from nodekit.deploy.agent.ranks.failures import is_secondary, message_of
+from nodekit.deploy.agent.ranks.budget import A_HANG, MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
+from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary, message_of
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.ranks.messages import Kind
 from nodekit.deploy.agent.rendezvous.formed import DONE, Formed
 from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Rendezvous, StoreLost, answers
 from nodekit.deploy.agent.rendezvous.signed_store import Forged
 from nodekit.deploy.agent.replicas.replicas import Replicas
+from nodekit.deploy.agent.snapshot_sharing import share_snapshots
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.straggler_watch import StragglerWatch
+from nodekit.deploy.agent.telemetry import guess
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 from nodekit.deploy.agent.telemetry.gpu_health import Fault
-from nodekit.deploy.agent.unfit import Broken, Unfit, unfit
+from nodekit.deploy.agent.unfit import Broken, Shortage, Unfit, WaitedInVain, unfit
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.errors import cure_of
 from nodekit.deploy.host.schema import EndCause, Finished, WorkerFailure
@@ -53,6 +54,7 @@ ORPHANED_OFTEN_S = 600.0
 EXPLAINED_S = 0.3  # the same, where it is known why they have: until they say that they save what they have
 TOLD_S = 0.1  # the same, where they are in NCCL and would not say
 SETTLE_S = 20.0  # to copy the last of them, at the end
+TRAINS = "trains"  # what the node of rank 0 tells the others of a round, once its log shows that
 _POLL_S = 0.05
 # While ranks train, each look takes its share of a core from them, so all that is to be looked at is looked at in one.
 # A rank's end is told at once.
@@ -79,6 +81,7 @@ class Agent:
         self._folder = Path(spec.node_dir)
         self._hang_diagnosis = HangDiagnosis(spec.hang, record)
         self._straggler_watch = StragglerWatch(record, spec.window_s)
+        self._shortage = Shortage(record)
         self._orders = Orders(self._folder)
         self._replicas = Replicas.of(spec, record.event)
         # For the rendezvous, should the supervisor choose this node.
@@ -88,7 +91,7 @@ class Agent:
         self._failed_as = ""
         self._rendezvous: Rendezvous | None = None
         self._formed: Formed | None = None
-        self._is_meeting = self._is_orphan = self._is_done = self._has_told_of_descriptors = False
+        self._is_meeting = self._is_orphan = self._is_done = False
         self._say_where()
 
     def run(self) -> int:
@@ -155,9 +158,8 @@ class Agent:
             if rendezvous.outcome == "succeeded":
                 return self._end("succeeded", "the others had trained to the end")
             return self._end("failed", "another node ended the job", "ended-elsewhere")
-        except RendezvousTimeoutError:
-            text = f"waited {spec.wait_s:.0f} s for {spec.min_nodes} nodes"
-            return self._end("failed", text, "too-few-nodes")
+        except RendezvousTimeoutError as error:
+            raise WaitedInVain(f"waited {spec.wait_s:.0f} s for {spec.min_nodes} nodes") from error
         finally:
             self._is_meeting = False
         names = formed.names
@@ -166,7 +168,7 @@ class Agent:
             self._wait_blocked(rendezvous, names)
             return None
         self._formed = formed
-        self._share_snapshots(formed)
+        share_snapshots(self._replicas, self._folder / "snapshots", formed, spec.generation)
         self._start(rendezvous, formed)
         why = self._watch(rendezvous, formed)
         self._is_done = why == "done"
@@ -177,16 +179,8 @@ class Agent:
         return self._end("failed", self._failed_as) if why == "failed" else None
 
     def _wait_for_descriptors(self, error: OSError) -> None:
-        """All file descriptors are in use, by strangers' connections most likely: until there are some again."""
-        limit, text = descriptors.limit(), descriptors.used_up(self._spec.name, self._spec.local_addr)
-        is_first, self._has_told_of_descriptors = not self._has_told_of_descriptors, True
-        if is_first:
-            print(f"{text} {error}", file=sys.stderr, flush=True)
-        descriptors.when_there(lambda: self._attempts.end(0, "no file descriptor is left"), self._pause)
-        descriptors.when_there(descriptors.check, self._pause)
-        if is_first:
-            self._record.event("no-descriptors", limit=limit, why=str(error))
-            self._record.update(notice=text)
+        end = functools.partial(self._attempts.end, 0, "no file descriptor is left")
+        self._shortage.wait(error, self._spec, end, self._pause)
 
     def _take_new_spec(self) -> None:
         self._attempts.end(DYING_S, "another generation", tell="lost")
@@ -218,7 +212,7 @@ class Agent:
             self._check_stop()
             self._orders.check_spec(self._spec)
             time.sleep(_POLL_S)
-        raise TimeoutError(f"nobody called this node into the next generation for {self._spec.wait_s:.0f} s")
+        raise WaitedInVain(f"nobody called this node into the next generation for {self._spec.wait_s:.0f} s")
 
     def _wait_orphaned(self, lost: StoreLost) -> None:
         """The store is lost: until it can be reached again, or the supervisor calls."""
@@ -242,7 +236,7 @@ class Agent:
         while True:
             self._pause()
             if time.monotonic() > give_up_at:
-                raise TimeoutError(f"the rendezvous host has been lost for {self._spec.wait_s:.0f} s")
+                raise WaitedInVain(f"the rendezvous host has been lost for {self._spec.wait_s:.0f} s")
             if time.monotonic() > retry_at:
                 if answers(self._spec.master_addr, self._spec.master_port, self._pause):
                     return
@@ -301,26 +295,6 @@ class Agent:
             "replicas": self._replicas.endpoint if self._replicas else None,
         }
 
-    def _share_snapshots(self, formed: Formed) -> None:
-        """Have what the workers of any member wrote to their folders, before any is started."""
-        peers = {each["name"]: each["replicas"] for each in formed.members if each["replicas"]}
-        if self._replicas is None or len(peers) < len(formed.members):
-            return
-        folder, text = self._folder / "snapshots", ""
-        try:
-            attempt = (self._spec.generation, formed.round)
-            gathered = self._replicas.gather(peers, attempt)
-            if gathered.missing:
-                text = f"{', '.join(gathered.missing)} could not be written to {folder}"
-        except OSError as error:
-            if descriptors.are_used_up(error):
-                raise
-            text = f"what the ranks saved cannot be read ({error})"
-        # Ranks without a file that others have would begin at another step, and save over what there is.
-        if text:
-            cure = f"mend or make room on the disk of {folder}"
-            raise Unfit(f"{text}: no rank is started here until it can", cure=cure)
-
     # --- workers ---
 
     def _start(self, rendezvous: Rendezvous, formed: Formed) -> None:
@@ -343,6 +317,7 @@ class Agent:
         self._hang_diagnosis.begin(formed, attempts.pids, attempts.logs, attempts.recorder)
         self._straggler_watch.begin(formed, attempts.pids)
         exits: dict[int, int] = {}
+        has_told = False
         members_at = hurry_until = 0.0
         while True:
             if attempts.workers.wait(_POLL_S if time.monotonic() < hurry_until else _LOOK_S):
@@ -369,11 +344,18 @@ class Agent:
             if why := self._members_changed(rendezvous, formed, is_ending=bool(exits)):
                 return why
             with rendezvous.lost_store_is_told():
+                if not has_told and self._record.seems_to_train:
+                    formed.tell(TRAINS)
+                    has_told = True
                 hangs = self._hang_diagnosis.finds_a_hang(self._pause, has_ended=bool(exits))
                 self._straggler_watch.look()
             if hangs:
                 self._leave_if_broken(self._record.gpus.recent())
-                self._end_attempt(0, "a hang")
+                self._end_attempt(0, "a hang", ended_by=A_HANG, active_s=self._hang_diagnosis.active_s)
+                reason = self._budget.hung() if self._hang_diagnosis.is_stepless else None
+                if reason is not None:
+                    self._failed_as = reason
+                    return "failed"
                 return self._again_or_give_up()
 
     def _members_changed(self, rendezvous: Rendezvous, formed: Formed, *, is_ending: bool) -> Why | None:
@@ -407,12 +389,18 @@ class Agent:
         wait_s = EXPLAINED_S if rendezvous.is_explained(formed.round) else DYING_S
         failures = self._attempts.failures(TOLD_S if self._spec.gpus else wait_s)
         own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
-        self._end_attempt(0, "a rank failed" if own else "a rank of another node failed", "lost")
+        first = min(own, key=lambda each: each["when"], default=None)
+        ended_by = (first["error"].strip() or how_it_ended(first["exitcode"])) if first else ""
+        why = "a rank failed" if own else "a rank of another node failed"
+        self._end_attempt(0, why, "lost", ended_by=ended_by)
         self._record.failed(failures)
-        if own:
+        if first:
             said: list[WorkerFailure] = [{**each, "error": message_of(each["error"])} for each in own]
             self._leave_if_broken(self._record.gpus.blamed_for(said))
-            reason = self._budget.crashed(min(own, key=lambda each: each["when"]))
+            seems_trained = False
+            with contextlib.suppress(RuntimeError):  # the store is lost
+                seems_trained = len(formed.without(TRAINS)) < len(formed.members)
+            reason = self._budget.crashed(first, seems_trained=seems_trained)
             if reason is not None:
                 self._failed_as = reason
                 return "failed"
@@ -424,9 +412,23 @@ class Agent:
         self._failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
         return "failed"
 
-    def _end_attempt(self, grace_s: float, why: str, tell: Kind | None = None) -> None:
+    def _end_attempt(
+        self,
+        grace_s: float,
+        why: str,
+        tell: Kind | None = None,
+        *,
+        ended_by: str = "",
+        active_s: float | None = None,
+    ) -> None:
+        """`ended_by`: as of `Budget.took_steps`; `active_s`: of an attempt that hung, how long it went until then."""
         self._attempts.end(grace_s, why, tell=tell)
-        self._budget.took_steps(self._record.step, seconds=self._attempts.seconds)
+        self._budget.took_steps(
+            self._record.step,
+            seconds=self._attempts.seconds if active_s is None else active_s,
+            seems_trained=any(guess.advances(str(log)) for log in self._attempts.logs.values()),
+            ended_by=ended_by,
+        )
 
     # --- the end ---
 

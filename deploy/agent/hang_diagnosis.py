@@ -43,6 +43,10 @@ class HangDiagnosis:
         """Another round; `pids` and `logs` are this node's, by rank, `recorder` is `flight.environment` of all."""
         self._formed, self._pids, self._logs, self._recorder = formed, pids, logs, recorder or {}
         self._has_told_of_start = False
+        self.active_s: float | None = None
+        """Of a hang: how long some rank, of any node, had given signs of life since the attempt began."""
+        self.is_stepless = False
+        """Of a hang: whether no rank, of any node, had told of progress in this attempt."""
         self._look_at = 0.0
         self._watch.begin()
 
@@ -105,7 +109,8 @@ class HangDiagnosis:
         found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S, logs=logs)
         progress = hang.read_progress(self._record.progress_dir)
         said = [{rank: asdict(each) for rank, each in part.items()} for part in (found, progress)]
-        self._formed.store.set(f"{key}/{self._formed.group_rank}", json.dumps([*said, records]))
+        signs = {"active_s": self._watch.active_s, "has_begun": self._watch.has_begun}
+        self._formed.store.set(f"{key}/{self._formed.group_rank}", json.dumps([*said, records, signs]))
 
     def _explain(self, key: str, pause: Callable[[], None]) -> tuple[culprit.Culprit, list[str]]:
         """Name who is behind, by what all nodes tell that do so in time; and its stack, without what is kit's."""
@@ -121,6 +126,9 @@ class HangDiagnosis:
         found = {int(rank): Stack.load(each) for part in parts for rank, each in part[0].items()}
         progress = {int(rank): hang.Progress(**each) for part in parts for rank, each in part[1].items()}
         records = {int(rank): flight.load(each) for part in parts for rank, each in part[2].items()}
+        if key == "hang":
+            self.active_s = max((float(part[3]["active_s"]) for part in parts), default=None)
+            self.is_stepless = not any(part[3]["has_begun"] for part in parts)
         blamed = culprit.explain(
             found,
             progress,

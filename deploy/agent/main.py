@@ -20,9 +20,8 @@ from nodekit.deploy.agent.agent import Agent
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.telemetry.event_log import EventLog
-from nodekit.deploy.agent.unfit import Broken, Unfit
+from nodekit.deploy.agent.unfit import Unfit
 from nodekit.deploy.host.errors import cure_of
-from nodekit.deploy.host.schema import EndCause
 
 PRELOAD = (
     "torch._dynamo",
@@ -102,8 +101,7 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
 def _end_unfit(record: EventLog, spec: AgentSpec, error: Unfit) -> int:
     record.update(notice=f"{spec.name}: {error}")
     print(error, file=sys.stderr)
-    cause: EndCause = "broken" if isinstance(error, Broken) else ""
-    record.end("ended", message=error.problem.found, cause=cause, cure=error.problem.cure)
+    record.end("ended", message=error.problem.found, cause=error.cause, cure=error.problem.cure)
     return EXIT_UNFIT
 
 

@@ -56,8 +56,6 @@ class AgentSpec:
     hang: float | Literal["auto", "never"] = "auto"
     window_s: float = 10.0
     """How long is measured, each time, who makes the others wait."""
-    skew_s: float = 0.0
-    """How far the nodes' clocks are apart."""
     copies: int = 2
     """On how many nodes a user's snapshot file is kept."""
     keep_log_bytes: int = 10**9

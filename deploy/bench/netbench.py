@@ -136,13 +136,7 @@ def measure(
     """
     facts = check.gather(channels, inventory, kit_digest=kit_digest, peers=peers)
     nodes = plan.build(
-        inventory,
-        facts,
-        run_id="bench",
-        peers=peers,
-        master_port=0,
-        kit_digest=kit_digest,
-        command=("true",),
+        inventory, facts, run_id="bench", peers=peers, master_port=0, kit_digest=kit_digest, command=("true",)
     ).nodes
     pairs = _measure_pairs(nodes, channels, facts, pair_s, progress)
     broken = [f"{pair.name}: {pair.problem}" for pair in pairs if pair.problem]
@@ -157,23 +151,15 @@ def measure(
         is_shared = len({found.boot_id for found in facts.values()}) < len(nodes)
         gpu_pairs, problems = measure_gpus(nodes, channels, progress, one_at_a_time=is_shared)
         broken += problems
-    if not reduce_s:
-        pass
-    elif not backends:
-        notes.append(f"no all-reduce: {nodes[0].name} is one host, with {num_gpus or 'no'} GPU")
-    elif any(pair.problem for pair in pairs):
-        notes.append("no all-reduce: it would wait for the pairs that have no connection")
-    elif without:
-        notes.append(f"no all-reduce: there is no torch in {', '.join(without)}'s python")
-    else:
-        for backend in backends:
-            try:
-                found, note = _reduce(backend, nodes, channels, facts, reduce_s, max_bytes, progress)
-            except KitError as error:
-                broken.append(str(error))
-                continue
+    if reduce_s and (why_not := _why_no_reduce(nodes, pairs, backends, without, num_gpus)):
+        notes.append(f"no all-reduce: {why_not}")
+    for backend in backends if reduce_s and not notes else ():
+        try:
+            found, note = _reduce(backend, nodes, channels, facts, reduce_s, max_bytes, progress)
             reduced += found
             notes += [note] if note else []
+        except KitError as error:
+            broken.append(str(error))
     return Measured(
         nodes=nodes,
         pairs=tuple(pairs),
@@ -182,6 +168,21 @@ def measure(
         notes=tuple(notes),
         problems=tuple(broken),
     )
+
+
+def _why_no_reduce(
+    nodes: Sequence[NodePlan],
+    pairs: Sequence[Pair],
+    backends: Sequence[str],
+    without: Sequence[str],
+    num_gpus: int,
+) -> str:
+    """What keeps the all-reduce from being measured; "" if nothing does."""
+    if not backends:
+        return f"{nodes[0].name} is one host, with {num_gpus or 'no'} GPU"
+    if any(pair.problem for pair in pairs):
+        return "it would wait for the pairs that have no connection"
+    return f"there is no torch in {', '.join(without)}'s python" if without else ""
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:

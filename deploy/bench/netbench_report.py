@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 CSV_COLUMNS = ("source", "target", "bits_per_s", "round_trip_s", "problem")
-NO_MATPLOTLIB = "no chart, since matplotlib is not installed here: pip install 'nodekit[compare]'"
+NO_MATPLOTLIB = "no chart, since matplotlib is not installed here: pip install matplotlib"
 CORNER = "from \\ to"
 _RAMP = (53, 54, 60, 66, 72, 78, 114, 150, 186, 228)
 """Of ANSI's 256 colours, from dark violet to pale yellow: slow to fast, as matplotlib's viridis goes."""

@@ -26,7 +26,8 @@ from nodekit.deploy.connect.channel import (
 )
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.tunnel import Tunnel
-from nodekit.deploy.records import runs
+from nodekit.deploy.host.files import make_private
+from nodekit.deploy.records import find_runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError, KitError
 
@@ -75,7 +76,7 @@ def find(run_ids: Sequence[str]) -> list[Run]:
     """
     found: dict[str, Run] = {}
     for run_id in run_ids or (None,):
-        for run in runs.sweep(run_id) or [runs.find(run_id)]:
+        for run in find_runs.sweep(run_id) or [find_runs.find(run_id)]:
             found[run.run_id] = run
     return list(found.values())
 
@@ -123,7 +124,7 @@ def _here(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], port: int) -> 
         raise _none(mirrors, "no curves")
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nodekit-board-")))
     for mirror in mirrors:
-        mirror.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(mirror.folder)
         (folder / mirror.run.run_id).symlink_to(mirror.folder)
     channel = open_local(_HERE, sys.executable)
     stack.callback(channel.close)

@@ -15,11 +15,11 @@ from typing import IO, Any
 
 from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, RemoteError, on_all
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, on_all
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.host.files import write_private
+from nodekit.deploy.host.files import make_private, write_private
 from nodekit.deploy.plan import plan
-from nodekit.deploy.records import runs
+from nodekit.deploy.records import locks, runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host
@@ -29,8 +29,9 @@ SLACK_S = 150.0
 """A script may let two minutes pass between its writes."""
 RETRY_S = 30.0
 _ATTEMPT = re.compile(r"\.attempt(\d+)\.(\d+)$")  # as nodekit.training.reporting.event_files names them
+LOGIN = "login"  # what a Slurm run's login node is called among the hosts
 NOTE = "from.json"
-OWN = "tensorboard/"  # where the shared training module has them
+OWN = "tensorboard"  # the folder where the shared training module has them
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,12 @@ class Mirror:
 
     def look(self) -> None:
         """Find out which node has the files; those that cannot be reached are in `problems`."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(KitError):
             self.run.reload()
         clock = self.run.clock_offsets
         nodes = self.plans = self._nodes()
+        if LOGIN in self.channels and LOGIN not in nodes:  # it has answered; a node may have that name
+            self.problems.pop(LOGIN, None)
         self.places = {name: plan.weights_folders(node, "")[0].rstrip("/") for name, node in nodes.items()}
         reached = [name for name in nodes if name in self.channels]
         listed = on_all(
@@ -128,7 +131,9 @@ class Mirror:
         for name, result in listed.items():
             if isinstance(result, Exception):
                 self._lose(name, result)
-            elif (there := held(result, clock_offset=clock.get(name, 0.0))) is not None:
+                continue
+            self.problems.pop(name, None)
+            if (there := held(result, clock_offset=clock.get(name, 0.0))) is not None:
                 self.found[name] = there
         chosen = choose(self.found, self.node)
         # A node that cannot be seen may have more than those that can.
@@ -144,7 +149,7 @@ class Mirror:
         try:
             self.look()
         except KitError as error:  # a Slurm run's login node
-            self.problems = {"login": str(error)}
+            self.problems = {LOGIN: str(error)}
             return
         self._is_complete = True
         if self.node is None or self.node not in self.found:
@@ -194,7 +199,8 @@ class Mirror:
         wanted = {
             name: host
             for name, host in hosts.items()
-            if name not in self.channels and now - self._closed_at.get(name, -RETRY_S) >= RETRY_S
+            if (name not in self.channels or self.channels[name].is_lost)
+            and now - self._closed_at.get(name, -RETRY_S) >= RETRY_S
         }
         for name, result in on_all(wanted, lambda host: cluster.open_channel(host, self._ssh)).items():
             if isinstance(result, HostChannel):
@@ -206,17 +212,21 @@ class Mirror:
     def _lose(self, name: str, error: Exception) -> None:
         self.problems[name] = str(error)
         self._closed_at[name] = time.monotonic()
-        if (channel := self.channels.pop(name, None)) is not None and not isinstance(error, RemoteError):
-            with contextlib.suppress(OSError, KitError):
-                channel.close()
+        channel = self.channels.get(name)
+        if channel is None or not channel.is_lost:
+            return  # there was none, or what went wrong was something else: it is asked again
+        # Nodes of a Slurm job have one channel together.
+        self.channels = {other: each for other, each in self.channels.items() if each is not channel}
+        with contextlib.suppress(OSError, KitError):
+            channel.close()
 
     # --- the copy ---
 
     def _is_ours(self) -> bool:
         """Whether this is the process that copies: of two, the other only shows."""
         if self._lock is None:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = runs.locked(self.folder / "lock")
+            make_private(self.folder)
+            self._lock = locks.locked(self.folder / "lock")
             if self._lock is None:
                 return False
             for name, size in self._copied().items():
@@ -248,7 +258,7 @@ class Mirror:
             have = copied.get(name, 0)
             if have > size:  # steps that were done again are cut off there
                 os.truncate(own, size)
-            own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(own.parent)
             with open(own, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 while have < size:
                     data = base64.b64decode(
@@ -269,5 +279,7 @@ class Mirror:
 
 def own_name(path: str, turn: int) -> str:
     """Where the copy has a file of a node's: TensorBoard reads by name, and the next node's come later."""
-    pure = PurePosixPath(path.removeprefix(OWN))
+    pure = PurePosixPath(path)  # of which no part is empty: no absolute path is left below
+    if pure.parts[0] == OWN and len(pure.parts) > 1:
+        pure = pure.relative_to(OWN)
     return str(pure.with_name(f"{turn:04d}.{pure.name}"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:  # every command's file is read for `kit --help`: what is slow to import comes later
     from nodekit.deploy.connect.cluster import SshOptions
@@ -18,9 +20,45 @@ exit codes:
   1    bad input, or a host that cannot be reached or used
   2    wrong usage of the command line
   3    the job was started and failed
-  4    the job was restarted again and again, and made no progress
+  4    the job failed, also after a restart, and made no progress
   130  stopped by Ctrl-C, or (up) by kit down from elsewhere
 """
+
+
+class WrongUsage(KitError):
+    """What stands on the command line does not go together: one of it would be ignored."""
+
+    exit_code = 2
+
+
+def tell(error: KitError) -> None:
+    """Print an error on stderr; of several, on several hosts, each stands by itself."""
+    for each in error.errors:
+        print(f"kit: {each}", file=sys.stderr)
+
+
+def refuse_beside(option: str, others: Mapping[str, object], *, why: str = "") -> None:
+    """Refuse options that `option` would have ignored.
+
+    Args:
+        option: as it is written.
+        others: option → whether it was given.
+        why: what `option` does in their place, or what else does what is wanted.
+
+    Raises:
+        WrongUsage: some were.
+    """
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise WrongUsage(f"found {option} and {', '.join(given)}", wanted="one of them", cure=why)
+
+
+def refuse_without(option: str, needed: str, *, why: str = "") -> None:
+    """Refuse an option that does nothing without another one.
+
+    Raises:
+        WrongUsage: always.
+    """
+    raise WrongUsage(f"found {option} without {needed}", wanted="both", cure=why)
 
 
 def add_run(
@@ -44,6 +82,10 @@ def inventory(args: argparse.Namespace) -> Path:
     from nodekit.inventory.load import example_names, example_path
 
     path = Path(args.inventory)
+    if path.suffix == ".py":
+        own = f"your command comes after `--`: {args.prog} local -- {path} (local: two nodes on this machine)"
+        cure = own if args.takes_command else ""
+        raise WrongUsage(f"{path}: found a Python script", wanted="an inventory file", cure=cure)
     if not path.exists() and str(path) in example_names():
         return example_path(str(path))
     return path
@@ -68,6 +110,10 @@ def ssh_options(args: argparse.Namespace, *, notice: Callable[[str], None] | Non
     )
 
 
+NO_ADDRESS = "127.0.0.1"
+"""Where metrics are served if nothing else is said."""
+
+
 def add_metrics(command: argparse.ArgumentParser) -> None:
     """Add where metrics are served."""
     command.add_argument(
@@ -76,7 +122,7 @@ def add_metrics(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--metrics-address",
         metavar="ADDRESS",
-        default="127.0.0.1",
+        default=NO_ADDRESS,
         help="with --metrics-port: on this address of this machine, 0.0.0.0 for all (%(default)s)",
     )
 
@@ -84,6 +130,8 @@ def add_metrics(command: argparse.ArgumentParser) -> None:
 def metrics(args: argparse.Namespace) -> Place | None:
     """What was said by `add_metrics`'s options."""
     if args.metrics_port is None:
+        if args.metrics_address != NO_ADDRESS:
+            refuse_without("--metrics-address", "--metrics-port")
         return None
     from nodekit.deploy.metrics.metrics_port import Place
 
@@ -93,3 +141,12 @@ def metrics(args: argparse.Namespace) -> Place | None:
 def wants_lines(args: argparse.Namespace) -> bool:
     """Whether lines are to be printed in a terminal too: ``--debug`` would tear the live view."""
     return bool(args.plain or (args.debug and sys.stderr.isatty()))
+
+
+def is_confirmed(question: str) -> bool:
+    """Ask for a yes or no on the terminal; Ctrl-D is a no."""
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
 
-from nodekit.deploy.commands.arguments import EXIT_CODES
+from nodekit.deploy.commands.arguments import EXIT_CODES, tell
 from nodekit.deploy.commands.command import Command, HelpFormatter, load
 from nodekit.deploy.output import terminal
+from nodekit.deploy.output.interrupts import NothingLeft
 from nodekit.inventory.errors import KitError
 
 GROUPS = {
@@ -20,45 +24,58 @@ GROUPS = {
     "afterwards": ("why", "report", "test", "predict", "rm"),
     "try out": ("lab", "drill", "selftest", "bench", "compare"),
 }
-"""The commands by what somebody wants, as `kit --help` lists them. Each is a file beside this one."""
-HIDDEN = ("supervise",)
-"""What kit itself calls."""
+"""The commands by what somebody wants, as `kit --help` lists them. Each is a file in the folder of its group's name."""
+HIDDEN = {"supervise": "run a job"}
+"""What kit itself calls, and the group in whose folder its file is."""
 NAMES = tuple(name for names in GROUPS.values() for name in names)
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names} | HIDDEN
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     if "_ARGCOMPLETE" in os.environ:
-        from nodekit.deploy.commands import completion
+        from nodekit.deploy.commands.prepare import completion
 
         completion.answer(parser())
     argv = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in argv if word != "--debug"), "")
     own: list[str] = []
-    if "--" in argv and name in NAMES and load(name).takes_command:
+    if "--" in argv and name in NAMES and _load(name).takes_command:
         split = argv.index("--")  # what follows is the user's, byte for byte: argparse never sees it
         argv, own = argv[:split], argv[split + 1 :]
+    if name and not name.startswith("-") and name not in (*NAMES, *HIDDEN):
+        return _no_command(name)
     args = parser(name).parse_args(argv)
     args.command = own
-    with terminal.screen(), _debug(wanted=args.debug):
+    with terminal.screen(may_be_lost=args.acts), _debug(wanted=args.debug):
         try:
-            return int(args.run(args))
+            _refuse_removed_folder()
+            status = int(args.run(args))
+            sys.stdout.flush()
+            return status
         except KitError as error:
-            print(f"kit: {error}", file=sys.stderr)
+            tell(error)
             return error.exit_code
-        except KeyboardInterrupt:
-            print("kit: stopped; nothing is left running", file=sys.stderr)
+        except KeyboardInterrupt as interrupt:
+            is_over = isinstance(interrupt, NothingLeft)
+            said = "stopped; nothing is left running" if is_over else "interrupted"
+            print(f"kit: {said}", file=sys.stderr)
             return 130
-        except BrokenPipeError:
-            # The reader of a pipe (head, less) has left; what we still hold for it must not raise again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # the reader of a pipe (head, less) has left, who had enough
             return 0
+
+
+def _refuse_removed_folder() -> None:
+    try:
+        os.getcwd()  # noqa: PTH109  # pathlib's makes no difference
+    except FileNotFoundError as error:
+        raise KitError("the working folder has been removed", cure="cd to one that is there") from error
 
 
 def parser(name: str = "") -> argparse.ArgumentParser:
     """Kit's command line: with one command and nothing of the others loaded, or (no such name) with all of them."""
-    wanted = {each: load(each) for each in ([name] if name in (*NAMES, *HIDDEN) else NAMES)}
-    made = argparse.ArgumentParser(
+    wanted = {each: _load(each) for each in ([name] if name in (*NAMES, *HIDDEN) else NAMES)}
+    made = _Parser(
         prog="kit",
         usage="kit [--debug] COMMAND [options]\n       kit [COMMAND] --help",
         description=f"Multi-node PyTorch training from one inventory file.{_listed(wanted)}",
@@ -71,10 +88,57 @@ def parser(name: str = "") -> argparse.ArgumentParser:
         "--debug", action="store_true", help="say on stderr what is called on which host, and what is decided"
     )
     # The description lists them, in groups, which argparse has not for commands.
-    commands = made.add_subparsers(metavar="COMMAND", required=True, prog="kit", help=argparse.SUPPRESS)
+    commands = made.add_subparsers(
+        metavar="COMMAND",
+        required=True,
+        prog="kit",
+        help=argparse.SUPPRESS,
+        parser_class=argparse.ArgumentParser,
+    )
     for each in wanted.values():
         each.add(commands)
     return made
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what it does not know of by the command's own usage, and where a script's options belong."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        argv = list(sys.argv[1:] if args is None else args)
+        found, unknown = self.parse_known_args(argv, namespace)
+        if unknown:
+            found.refuse(
+                f"unrecognized arguments: {shlex.join(unknown)}{_where_it_belongs(argv, found, unknown)}"
+            )
+        return found
+
+
+def _where_it_belongs(argv: Sequence[str], args: argparse.Namespace, unknown: Sequence[str]) -> str:
+    """As torchrun has it, a command behind the inventory: kit has it after `--`; "" where it looks like none."""
+    if not args.takes_command:
+        return ""
+    inventory = str(getattr(args, "inventory", None))
+    behind = argv.index(inventory) + 1 if inventory in argv else 0
+    if inventory.endswith(".py"):
+        first, before = behind - 1, [*argv[: behind - 1], "local"]
+    elif not unknown[0].startswith("-") and unknown[0] in argv[behind:]:
+        first = argv.index(unknown[0], behind)
+        before = list(argv[:first])
+    else:
+        return ""
+    return f"; your command comes after `--`: kit {shlex.join([*before, '--', *argv[first:]])}"
+
+
+def _no_command(name: str) -> int:
+    near = get_close_matches(name, NAMES, n=1)
+    cure = f"did you mean kit {near[0]}?" if near else "kit --help lists them"
+    print(f"kit: there is no command '{name}'; {cure}", file=sys.stderr)
+    return 2
+
+
+def _load(name: str) -> Command:
+    """Read a command's file, which is in the folder of its group, and no other's."""
+    return load(f"{_GROUP_OF[name].replace(' ', '_')}.{name}")
 
 
 def _listed(commands: Mapping[str, Command]) -> str:

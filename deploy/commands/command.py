@@ -1,4 +1,4 @@
-"""A command as its file in this folder has it, and how its help is shown."""
+"""A command as its file in one of the folders here has it, and how its help is shown."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Command:
     """``EPILOG``, below the options."""
     takes_command: bool
     """``TAKES_COMMAND``: what follows ``--`` is the user's own command, ``args.command``."""
+    acts: bool
+    """``ACTS``: it does something, and goes on where nobody reads any more what it prints (``| head``)."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     """Does it: gets what was parsed, gives the exit status."""
@@ -40,20 +42,27 @@ class Command:
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
-        parser.set_defaults(run=self.run, takes_command=self.takes_command)
+        parser.set_defaults(
+            run=self.run,
+            takes_command=self.takes_command,
+            acts=self.acts,
+            prog=parser.prog,
+            refuse=parser.error,
+        )
         # `kit --help` has it, and so no command's own.
         parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         self.add_arguments(parser)
 
 
-def load(name: str) -> Command:
-    """Read a command's file, and no other's."""
-    file = import_module(f"nodekit.deploy.commands.{name}")
+def load(module: str) -> Command:
+    """Read a command's file, ``FOLDER.NAME``."""
+    file = import_module(f"nodekit.deploy.commands.{module}")
     return Command(
-        name=name,
+        name=module.rpartition(".")[2],
         help=file.__doc__ or "",
         epilog=getattr(file, "EPILOG", ""),
         takes_command=getattr(file, "TAKES_COMMAND", False),
+        acts=getattr(file, "ACTS", False),
         add_arguments=getattr(file, "add_arguments", lambda _: None),
         run=file.run,
     )

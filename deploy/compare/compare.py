@@ -26,7 +26,7 @@ from nodekit.deploy.compare import compare_chart, compare_plan, compare_report
 from nodekit.deploy.compare.compare_plan import Machine, NotPossible, Run
 from nodekit.deploy.compare.compare_report import Row
 from nodekit.deploy.output import terminal
-from nodekit.deploy.output.interrupts import sigterm_interrupts
+from nodekit.deploy.output.interrupts import NothingLeft, sigterm_interrupts
 from nodekit.deploy.output.phases import count
 from nodekit.inventory.errors import JobFailed, KitError
 
@@ -63,7 +63,7 @@ def compare(options: Options) -> int:
     """Run all of them; the exit status is 3 if one failed."""
     if importlib.util.find_spec("torch") is None:
         raise KitError(
-            f"kit compare trains on this machine, and {sys.executable} has no torch: pip install 'nodekit[train]'"
+            f"kit compare trains on this machine, and {sys.executable} has no torch: pip install torch scikit-learn"
         )
     ways = compare_plan.chosen(compare_plan.named(options.table, options.engines))
     given = compare_plan.with_task(options.table, options.arguments)
@@ -96,6 +96,10 @@ def compare(options: Options) -> int:
     with sigterm_interrupts():
         try:
             comparison.run(reasons)
+        except KeyboardInterrupt as interrupt:
+            if comparison.is_running:
+                raise
+            raise NothingLeft(*interrupt.args) from interrupt
         finally:
             remark = compare_plan.batch_remark(trained, plan)
             conclude(comparison.rows, folder, what=what, where=where, remark=remark)
@@ -108,6 +112,8 @@ class Comparison:
     def __init__(self, folder: Path, arguments: Sequence[str], machine: Machine, timeout_s: float) -> None:
 
         self.rows: list[Row] = []
+        self.is_running = False
+        """Whether there may be processes of a run."""
         self._folder = folder
         self._arguments = arguments
         self._machine = machine
@@ -149,6 +155,7 @@ class Comparison:
             said.write(f"$ {threads} {shlex.join(argv)}\n".encode())
             said.flush()
             with self._console.status("") as status:
+                self.is_running = True
                 process = subprocess.Popen(
                     argv, env={**environ, **told}, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
                     start_new_session=True,  # Ctrl-C is for this process, which then ends the run
@@ -162,6 +169,7 @@ class Comparison:
                     seconds, code = time.monotonic() - started_s, process.poll()
                 finally:
                     _end(process, mark)
+                    self.is_running = False
             for name, ending in (("result.json", ".json"), ("metrics.jsonl", ".jsonl")):
                 if (output / name).exists():
                     shutil.move(output / name, self._folder / f"{run.file}{ending}")

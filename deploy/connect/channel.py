@@ -36,11 +36,13 @@ LOST_AFTER_S = (
 
 OFFERED = (
     "accept", "broken", "current_status", "errors", "files", "hostshell", "ports", "processes", "programs", "schema",
-    "tree", "treefiles",
+    "code.tree", "code.treefiles",
     "logs.board_host", "logs.hostfollow", "logs.logbook", "logs.logread", "logs.points",
-    "node.agents", "node.artifacts", "node.fence", "node.removal", "node.status", "probes.accelerators",
-    "probes.discovery", "probes.gpus", "probes.hostfacts", "probes.kernel", "probes.leftovers", "probes.linkspeed",
-    "probes.netjob", "probes.netprobe", "probes.netstate", "probes.nics", "probes.probes",
+    "node.agents", "node.artifacts", "node.fence", "node.removal", "node.status",
+    "probes.discovery", "probes.hostfacts", "probes.kernel", "probes.leftovers", "probes.probes",
+    "probes.gpu.accelerators", "probes.gpu.gpus",
+    "probes.network.linkspeed", "probes.network.netjob", "probes.network.netprobe", "probes.network.netstate",
+    "probes.network.nics",
 )  # fmt: skip
 """The modules of `deploy.host` that are sent; their functions can be called as ``MODULE.FUNCTION``."""
 

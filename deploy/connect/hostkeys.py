@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nodekit.inventory.errors import Problem
+from nodekit.deploy.host.files import make_private
+from nodekit.inventory.errors import HostError, Problem
 
 if TYPE_CHECKING:
     import paramiko
@@ -97,7 +98,7 @@ def preferred_key_types(offered: Iterable[str], known: Sequence[KnownKey]) -> li
 def accept(file: Path, name: str, key: paramiko.PKey) -> None:
     """Append a host's key to a known_hosts file."""
     with _append_lock:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(file.parent)
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "r+b") as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -106,19 +107,73 @@ def accept(file: Path, name: str, key: paramiko.PKey) -> None:
             stream.write(f"{name} {key.get_name()} {key.get_base64()}\n".encode())
 
 
-def unknown_problem(
-    *, where: str, name: str, host: str, port: int, key: paramiko.PKey, scannable: bool, files: Sequence[Path]
-) -> Problem:
+class UnknownKey(HostError):
+    """No known_hosts file has the host's key."""
+
+    def __init__(
+        self, name: str, problem: Problem, *, shown: str, command: str, scan: tuple[str, str] | None
+    ) -> None:
+        """What to say of one host.
+
+        Args:
+            name: the host's, in the inventory.
+            problem: all of it.
+            shown: which key of which address it was, in short.
+            command: what accepts the key.
+            scan: for ssh-keyscan: its option for the port, and the address; None where it cannot ask the host.
+        """
+        super().__init__(name, *problem)
+        self.shown, self.command, self.scan = shown, command, scan
+
+
+def unknown_key(
+    target: str,
+    *,
+    where: str,
+    name: str,
+    host: str,
+    port: int,
+    key: paramiko.PKey,
+    scannable: bool,
+    files: Sequence[Path],
+) -> UnknownKey:
     """What to say of a host that no known_hosts file has, `name` there; `where` is its address for people."""
     port_option = "" if port == 22 else f"-p {port} "
+    scan = (port_option, host) if scannable else None
     command = f"ssh {port_option}{host}"  # behind a jump host, or under another name
-    if scannable:
-        command = f"ssh-keyscan {port_option}{host} >> ~/.ssh/known_hosts"
-    return Problem(
-        f"the host key of {where} is unknown ('{name}' is not in {', '.join(map(str, files))}). It showed "
-        f"{key.get_name()} {fingerprint(key.asbytes())}",
-        cure="if that is the host's (ask `ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub` there), accept it with "
-        f"`{command}`, or run kit again with --accept-new-host-keys",
+    if scan:
+        command = _scan_command(port_option, [host])
+    shown = f"{key.get_name()} {fingerprint(key.asbytes())}"
+    problem = Problem(
+        f"the host key of {where} is unknown ('{name}' is not in {', '.join(map(str, files))}). It showed {shown}",
+        cure=_ask_first(f"`{command}`"),
+    )
+    short = f"the host key of {where} is unknown; it showed {shown}"
+    return UnknownKey(target, problem, shown=short, command=command, scan=scan)
+
+
+def accept_all(errors: Iterable[UnknownKey]) -> str:
+    """What to do about several hosts whose keys are unknown: once, with a command for all of a port."""
+    ports: dict[str, dict[str, None]] = {}
+    commands: dict[str, None] = {}
+    for error in errors:
+        if error.scan:
+            ports.setdefault(error.scan[0], {})[error.scan[1]] = None
+        else:
+            commands[error.command] = None
+    commands = dict.fromkeys([*(_scan_command(port, hosts) for port, hosts in ports.items()), *commands])
+    return _ask_first(" and ".join(f"`{command}`" for command in commands))
+
+
+def _scan_command(port_option: str, hosts: Iterable[str]) -> str:
+    folder = "" if (Path.home() / ".ssh").is_dir() else "mkdir -p -m 700 ~/.ssh && "
+    return f"{folder}ssh-keyscan {port_option}{' '.join(hosts)} >> ~/.ssh/known_hosts"
+
+
+def _ask_first(commands: str) -> str:
+    return (
+        "if that is the host's (ask `ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub` there), accept it with "
+        f"{commands}, or run kit again with --accept-new-host-keys"
     )
 
 

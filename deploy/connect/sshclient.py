@@ -10,7 +10,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -159,29 +159,33 @@ class Client:
                 f"the name '{self.host}' does not resolve ({error.strerror})",
                 cure="set `address` to the host's IP address or to an alias of ~/.ssh/config",
             ) from error
-        failed: OSError | None = None
-        for family, kind, protocol, _, address in addresses:
-            sock = socket.socket(family, kind, protocol)
+        failed: dict[str, OSError] = {}
+        for number, address in enumerate(addresses):
             try:
-                sock.settimeout(clock.left_s())
-                sock.connect(address)
-            except TimeoutError as error:
-                sock.close()
-                raise TimeIsUpError from error
+                # One that does not answer leaves the others their share of the time.
+                return _connected(address, clock.left_s() / (len(addresses) - number))
             except OSError as error:
-                sock.close()
-                failed = error
-            else:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if hasattr(socket, "TCP_USER_TIMEOUT"):  # a cut cable must not take TCP's 15 minutes to show
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
-                return sock
-        assert failed is not None
-        if isinstance(failed, ConnectionRefusedError):
+                failed[address[4][0]] = error
+        raise self._unreached(failed) from next(iter(failed.values()))
+
+    def _unreached(self, failed: Mapping[str, OSError]) -> HostError | TimeIsUpError:
+        """What to say of a name none of whose addresses took a connection; `failed`: address → why."""
+        refused = [each for each, error in failed.items() if isinstance(error, ConnectionRefusedError)]
+        silent = [each for each, error in failed.items() if isinstance(error, TimeoutError)]
+        if silent and not refused:
+            return TimeIsUpError()  # it says more than what a host without IPv6 says of the other addresses
+        words = {each: "no answer" if each in silent else str(failed[each].strerror) for each in failed}
+        is_one = len(set(words.values())) == 1
+        order = dict.fromkeys((*refused, *silent, *failed))
+        said = words[min(order)] if is_one else "; ".join(f"{words[each]} at {each}" for each in order)
+        cure = "is the host up, and its address right?"
+        if refused:
             cure = "is sshd running there, and on that port?"
-        else:
-            cure = "is the host up, and its address right?"
-        raise self.problem(f"{self.where} cannot be reached ({failed.strerror})", cure=cure) from failed
+            if not is_one:
+                cure = f"is sshd running at {refused[0]}, and on that port?"
+        if silent:
+            cure += f" is {silent[0]} overloaded, or a firewall in between?"
+        return self.problem(f"{self.where} cannot be reached ({said})", cure=cure)
 
     def _handshake(self, transport: paramiko.Transport) -> None:
         import paramiko
@@ -226,7 +230,8 @@ class Client:
             proxied = self._config.get("proxyjump") or self._config.get("proxycommand")
             scannable = alias is None and not proxied
             host = self.host if scannable else self.original
-            unknown = hostkeys.unknown_problem(
+            raise hostkeys.unknown_key(
+                self._settings.target.name,
                 where=self.where,
                 name=name,
                 host=host,
@@ -235,7 +240,6 @@ class Client:
                 scannable=scannable,
                 files=files,
             )
-            raise self.problem(*unknown)
         accepted = home / ".ssh/known_hosts"
         hostkeys.accept(accepted, name, key)
         self._settings.notice(
@@ -326,6 +330,22 @@ class Client:
         if self._agent is not None:
             self._agent.close()
             self._agent = None
+
+
+def _connected(found: Any, timeout_s: float) -> socket.socket:
+    """A connection to one of the addresses that `_resolve` has found; OSError where there is none in time."""
+    family, kind, protocol, _, address = found
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(address)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a cut cable must not take TCP's 15 minutes to show
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _resolve(host: str, port: int, timeout_s: float) -> list[Any]:

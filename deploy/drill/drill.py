@@ -21,7 +21,7 @@ from nodekit.deploy.drill.faults import FAULTS, Fault, why_not
 from nodekit.deploy.output import terminal
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import count
-from nodekit.deploy.records import runs
+from nodekit.deploy.records import record_files
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
@@ -61,7 +61,7 @@ def drill(options: Options) -> int:
         raise NotPossible(f"{options.inventory}: a drill needs `hosts:`, not `slurm:`")
     site = Site(inventory, options.load_lab)
     faults = chosen(options.faults, inventory, site.lab)
-    folder = runs.folder().parent / "drills" / f"{inventory.name}-{time.strftime('%m%d-%H%M%S')}"
+    folder = record_files.folder().parent / "drills" / f"{inventory.name}-{time.strftime('%m%d-%H%M%S')}"
     voice = Voice(sys.stderr if options.json else sys.stdout)
     drilling = Drill(site, options.command, options.ssh, folder, voice.say)
     with sigterm_interrupts():

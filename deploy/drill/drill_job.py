@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nodekit.deploy.records import runs
+from nodekit.deploy.agent.ranks import worker
+from nodekit.deploy.records import find_runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 
@@ -36,7 +40,7 @@ class Job:
         self._is_down_on_purpose = False
 
     def start(self, *, new: bool) -> None:
-        """Start `kit up`, for a new run or for the one that exists."""
+        """Start `kit up`, for a new run or for the one that exists, from the thread that lives as long as the drill."""
         with self.output.open("ab") as output:
             # A session of its own: a Ctrl-C in the terminal is for the drill, which then ends the run.
             self._process = subprocess.Popen(
@@ -45,6 +49,8 @@ class Job:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                # SIGTERM is as Ctrl-C: it ends the run.
+                preexec_fn=functools.partial(worker.die_with, os.getpid(), signal.SIGTERM),
             )
         self._is_down_on_purpose = False
 
@@ -67,7 +73,7 @@ class Job:
         """The record of its run, once there is one."""
         if found := _RUN_ID.search(self._said()):
             with contextlib.suppress(KitError):
-                return runs.find(found.group(1))
+                return find_runs.find(found.group(1))
         return None
 
     def last_words(self, num_lines: int = 6) -> str:

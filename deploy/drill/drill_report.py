@@ -9,10 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ROUNDING = 1e-3
-"""Tolerance between two curves, relative to the curve's mean: sums over another number of ranks round differently, and
-the difference grows with the steps."""
+"""Tolerance between two curves, relative to the curve's mean: sums over another number of ranks round differently,
+those of most GPU kernels each time, and the difference grows with the steps."""
 _ROUTINE = ("phase", "first-progress", "run-ended", "drill")
 _ROUTINE_STATES = ("running", "waiting", "succeeded")
+_WORDS = {
+    "attempt-ended": "all ranks ended",
+    "worker-failed": "a rank failed",
+    "membership": "another node was missed",
+    "store-lost": "the rendezvous host was missed",
+    "agent-ended": "the agent ended",
+    "agent-started": "an agent started",
+    "node-state": "the agent is",
+    "start": "an agent is started",
+    "slow": "a rank that makes the others wait",
+}
 _UNSAVED = re.compile(r"no snapshot of step|NO SNAPSHOT FOR")
 
 Outcome = Literal["survived", "not survived", "not tried"]
@@ -121,9 +132,12 @@ def detected(trace: Trace, struck: float) -> tuple[float, str] | None:
 
 def _sign(event: Mapping[str, Any]) -> str:
     where = event.get("node") or event.get("about")
-    what = str(event["kind"])
-    if what == "said":
+    kind = str(event["kind"])
+    if kind == "said":
         return str(event["text"])
+    if kind == "unreachable":
+        return f"{where} is unreachable"
+    what = _WORDS.get(kind, kind.replace("-", " "))
     if state := event.get("state"):
         what += f" {state}"
     by = "" if event.get("node") else " (the supervisor)"
@@ -183,7 +197,7 @@ def losses(trace: Trace) -> dict[int, float]:
 
 
 def compare(reference: Trace, trace: Trace) -> Curve:
-    """Compare a loss curve with the reference: bitwise, or within rounding if the world size changed."""
+    """Compare a loss curve with the reference: the same bit for bit, the same to rounding, or another one."""
     wanted, found = losses(reference), losses(trace)
     if not wanted:
         return Curve("unknown", "no metrics.jsonl")
@@ -195,15 +209,12 @@ def compare(reference: Trace, trace: Trace) -> Curve:
         return Curve("different", f"lacks {len(lacking)} steps from {lacking[0]} on", greatest)
     if more := [step for step in found if step not in wanted]:
         return Curve("different", f"has {len(more)} steps more", greatest)
-    other = next((step for step in wanted if found[step] != wanted[step]), None)
-    if other is None:
+    if all(found[step] == wanted[step] for step in wanted):
         return Curve("equal", "equal", 0.0)
-    is_same_world = world_sizes(trace) == world_sizes(reference)
     far = next((step for step, each in apart.items() if not each <= ROUNDING), None)
-    if far is None and not is_same_world:
+    if far is None:
         return Curve("same", f"±{greatest:.0e}", greatest)
-    step = other if is_same_world else far
-    return Curve("different", f"differs from step {step} on", greatest)
+    return Curve("different", f"differs from step {far} on", greatest)
 
 
 def judge(
@@ -279,7 +290,7 @@ def sentence(result: Result) -> str:
     if result.problem:
         return f"{result.outcome}: {result.problem}"
     curve = {
-        "equal": "; the curve equals the unbroken run's",
+        "equal": "; the curve equals the unbroken run's, bit for bit",
         "same": f"; the curve is the unbroken run's to rounding ({result.curve.text})",
     }
     return result.outcome + curve.get(result.curve.sameness, "")

@@ -1,8 +1,8 @@
 """The phase `environment` of `kit up`: builds the venv of the inventory on every node that lacks it.
 
 What a venv is made of decides its folder, ``<workdir>/envs/<key>``: the file and the options, the host's
-interpreter and platform. `deploy/host/venvs.py` is what runs on the hosts, `deploy/environment/wheels.py` fetches for
-those that cannot reach the package index.
+interpreter and platform. `deploy/host/code/venvs.py` is what runs on the hosts, `deploy/environment/wheels.py` fetches
+for those that cannot reach the package index.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from nodekit.deploy.connect.channel import BOOT, CALL_TIMEOUT_S, HostChannel, al
 from nodekit.deploy.environment import requirements, wheels
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, Asked, Indexes, numbers
 from nodekit.deploy.environment.wheels import Platform
-from nodekit.deploy.host import venvs
+from nodekit.deploy.host.code import venvs
+from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import nothing
 from nodekit.inventory.errors import HostError, KitError, KitErrors, Problem
@@ -46,7 +47,7 @@ class Seat:
         return f"{self.workdir}/envs/{self.key}/bin/python"
 
     def do(self, action: str, *, limit_s: float = LOOK_TIMEOUT_S, **args: Any) -> dict[str, Any]:
-        """Run an action of `deploy/host/venvs.py` on the host (`_on_host`)."""
+        """Run an action of `deploy/host/code/venvs.py` on the host (`_on_host`)."""
         return _on_host(self.channel, self.host, action, limit_s=limit_s, **args)
 
 
@@ -122,9 +123,10 @@ def enter(
     seats: dict[str, Seat] = all_or_raise(found)
     # Hosts that share the folder and have the same interpreter share the venv: the first of them builds it.
     makers: dict[tuple[str, str], Seat] = {}
-    for seat in seats.values():
+    folders = hostfacts.folders({name: seat.workdir_id for name, seat in seats.items()})
+    for name, seat in seats.items():
         if not seat.is_there:
-            makers.setdefault((seat.workdir_id, seat.key), seat)
+            makers.setdefault((folders[name], seat.key), seat)
     todo = {seat.host.name: seat for seat in makers.values()}
     built, fetched = _build_all(job, todo) if build and todo else ((), False)
     ready = {name: seat for name, seat in seats.items() if build or seat.is_there}
@@ -331,13 +333,13 @@ def _on_host(
     beat: Callable[[float], None] = nothing,
     **args: Any,
 ) -> dict[str, Any]:
-    """Run an action of `deploy/host/venvs.py` in a process that ends with the channel.
+    """Run an action of `deploy/host/code/venvs.py` in a process that ends with the channel.
 
     Raises:
         HostError: it failed.
         _LateError: it exceeded the limit.
     """
-    source = program(("venvs",), f"module.run({do!a}, **{args!a})").decode("ascii")
+    source = program(("code.venvs",), f"module.run({do!a}, **{args!a})").decode("ascii")
     done = channel.stream(
         "attend",
         beat,

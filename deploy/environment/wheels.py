@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.environment.requirements import Asked, Indexes
-from nodekit.deploy.host.venvs import presentable
+from nodekit.deploy.host.code.venvs import presentable
+from nodekit.deploy.host.files import make_private
 from nodekit.deploy.sync.progress import nothing
 from nodekit.inventory.errors import KitError
 
@@ -116,7 +117,7 @@ def fetch(
     folder = cache / key
     if folder.is_dir():
         return folder
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(cache)
     with tempfile.TemporaryDirectory(prefix=f"{key}.", dir=cache) as draft:
         dest = _download(
             Path(draft), asked, requirements, platform, indexes, has, time.monotonic() + timeout_s, say

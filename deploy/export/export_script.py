@@ -171,19 +171,6 @@ def script(node: NodePlan, plan: Plan, source: Source) -> str:
         raise KitError(
             f"{node.name}: env(1) would take {node.python} for a variable", cure="name it without a '='"
         )
-    host = next(each for each in source.inventory.hosts if each.name == node.name)
-    is_fixed = node.min_nodes == node.max_nodes
-    size = str(node.max_nodes) if is_fixed else f"{node.min_nodes} to {node.max_nodes}"
-    head = source.head(
-        f"Node {node.node_rank} of {size}, {node.name}: by plain torchrun what `{source.kit_up}` does here.",
-        use=f"bash {node.name}.sh on this host, and the other hosts' scripts on theirs",
-        code=f"is expected in {one_line(node.code_dir)}, or in $KIT_CODE;\n"
-        + copying(source, host, node.code_dir),
-        writes=one_line(f"{node.node_dir}, as with kit; snapshots are gone on from"),
-        **source.secrets(),
-        unlike="kit up: nobody watches. No other host takes over when the first is lost, no snapshot is copied\n"
-        "to other hosts, and a hang is not noticed",
-    )
     folders = [
         node.env[name] for name in ("NODEKIT_SNAPSHOT_DIR", "NODEKIT_OUTPUT_DIR") if node.env.get(name)
     ]
@@ -194,7 +181,7 @@ def script(node: NodePlan, plan: Plan, source: Source) -> str:
         after = bash_word(f":{python_path}") if python_path else ""
     lines = [
         "#!/usr/bin/env bash",
-        *head,
+        *_head(node, source),
         "set -euo pipefail",
         "",
         *_checks_of_secrets(node.secrets),
@@ -219,6 +206,25 @@ def script(node: NodePlan, plan: Plan, source: Source) -> str:
         'exec env "${KIT_ENV[@]}" "${KIT_TORCHRUN[@]}" "${KIT_COMMAND[@]}"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _head(node: NodePlan, source: Source) -> list[str]:
+    """Return the comment at the top of a node's script."""
+    host = next(each for each in source.inventory.hosts if each.name == node.name)
+    is_fixed = node.min_nodes == node.max_nodes
+    size = str(node.max_nodes) if is_fixed else f"{node.min_nodes} to {node.max_nodes}"
+    return source.head(
+        f"Node {node.node_rank} of {size}, {node.name}: by plain torchrun what `{source.kit_up}` does here.",
+        use=f"bash {node.name}.sh on this host, and the other hosts' scripts on theirs",
+        code=f"is expected in {one_line(node.code_dir)}, or in $KIT_CODE;\n"
+        + copying(source, host, node.code_dir),
+        writes=one_line(
+            f"{node.node_dir}, as with kit; run again, it resumes from the newest snapshot there"
+        ),
+        **source.secrets(),
+        unlike="kit up: nobody watches. No other host takes over when the first is lost, no snapshot is copied\n"
+        "to other hosts, and a hang is not noticed",
+    )
 
 
 def _checks_of_secrets(names: Iterable[str]) -> list[str]:

@@ -23,7 +23,7 @@ class Broken(TypedDict):
 def remember(workdir: str, node: str, run: str, why: str) -> None:
     """Write down that a run has let go of this host, and why."""
     path = _path(workdir)
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    files.make_private(os.path.dirname(path))
     known = recall(workdir)
     known[node] = {"run": run, "why": why, "time": time.time()}
     files.write_private(path, json.dumps(known).encode(), durable=True)

@@ -39,7 +39,10 @@ def decode(line: bytes) -> Optional[NodeStatus]:
     body, _, told = line.rstrip().rpartition(_SUM)
     if not body.startswith(_BEGIN) or told != b"%d}" % binascii.crc32(body):
         return None
-    return cast(NodeStatus, json.loads(body + b"}"))
+    try:
+        return cast(NodeStatus, json.loads(body + b"}"))
+    except (ValueError, RecursionError):
+        return None  # nobody has torn it, and kit has not written it
 
 
 class StatusFile:
@@ -54,11 +57,16 @@ class StatusFile:
         self._lines: List[_Line] = []
 
     def read(self) -> Dict[str, NodeStatus]:
-        """Each node's; none without a file."""
+        """Each node's; none without a file.
+
+        Raises:
+            OSError: it cannot be read.
+        """
         with self._lock:
             try:
+                files.check_regular(self._path)
                 handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
+            except files.NOT_FOUND:
                 return {}
             try:
                 self._look_through(handle)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import threading
 import time
-from typing import Any, Callable, List, Optional, TypeVar
+from typing import Any, Callable, List, Optional, TypeVar, Union
 
 T = TypeVar("T")
 
@@ -38,8 +39,44 @@ def retried(
         pause() if pause else time.sleep(0.1)
 
 
+def make_private(folder: Union[str, "os.PathLike[str]"]) -> None:
+    """Make a folder and what is missing above it, for this user alone whatever the umask; it may be there.
+
+    `os.makedirs` gives its mode to the last of them only.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [os.path.abspath(folder)]
+    while not os.path.lexists(os.path.dirname(missing[-1])):
+        missing.append(os.path.dirname(missing[-1]))
+    for each in reversed(missing):
+        try:
+            os.mkdir(each, 0o700)
+        except OSError:  # as of one that is there, on a disk that is read-only
+            if not os.path.isdir(each):
+                raise
+
+
+def check_regular(path: str) -> None:
+    """Refuse what is no regular file: of a FIFO, say, who opens it may wait forever.
+
+    Raises:
+        OSError: it is none. Whether it is there, and can be read, who opens it hears.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+
+
 def read(path: str) -> bytes:
-    """Read a small file, in a third of the system calls that `open` makes: some are read several times a second."""
+    """Read a small regular file, in fewer system calls than `open` makes: some are read several times a second."""
+    check_regular(path)
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = b""
@@ -71,14 +108,14 @@ def names(folder: str) -> List[str]:
 
 
 def load(path: str) -> Any:
-    """Return what a JSON file holds; None for one that is missing or torn.
+    """Return what a JSON file holds; None for one that is missing, torn or nested too deeply.
 
     Raises:
         OSError: it cannot be read, so it may hold anything.
     """
     try:
         return json.loads(retried(lambda: read(path)))
-    except (*NOT_FOUND, ValueError):
+    except (*NOT_FOUND, ValueError, RecursionError):
         return None
 
 
@@ -119,6 +156,7 @@ def write_private(path: str, data: bytes, durable: bool = False) -> None:
 
 def append_private(path: str, data: bytes) -> None:
     """Append to a 0600 file in one write: lines of several writers do not mix. All is added, or (OSError) nothing."""
+    check_regular(path)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         append_whole(handle, data, path)

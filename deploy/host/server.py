@@ -27,18 +27,18 @@ _attended: "Set[subprocess.Popen[str]]" = set()
 
 
 def read_file(path: str, limit_bytes: int = 1 << 20) -> Optional[str]:
-    """Return the text of a file, or None when there is none."""
+    """Return the text of a file, or None when there is none; what cannot be read is an error."""
     try:
         with open(os.path.expanduser(path), encoding="utf-8", errors="replace") as file:
             return file.read(limit_bytes)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
 def write_file(path: str, text: str) -> None:
     """Write a 0600 file, and its folder if there is none."""
     path = os.path.expanduser(path)
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    files.make_private(os.path.dirname(path))
     files.write_private(path, text.encode(), durable=True)
 
 

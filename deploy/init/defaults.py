@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
-from nodekit.deploy.host.probes.nics import Nic
+from nodekit.deploy.host.probes.network.nics import Nic
 from nodekit.training.errors import is_safe
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -154,7 +154,10 @@ def fits(python: Mapping[str, Any]) -> bool:
 
 
 def _usable(pythons: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return path → torch of those that fit; only those whose torch is safe, if there is one."""
+    """Return path → torch of those that fit; only the one that a file names, or those whose torch is safe, if any."""
+    for each in pythons:
+        if each.get("named") and fits(each):
+            return {each["path"]: str(each["torch"])}
     found = {each["path"]: str(each["torch"]) for each in pythons if fits(each)}
     return {path: torch for path, torch in found.items() if is_safe(torch)} or found
 

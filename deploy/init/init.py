@@ -15,12 +15,15 @@ from pathlib import Path
 from nodekit.deploy.connect import cluster, sshconfig
 from nodekit.deploy.connect.channel import on_all, open_local
 from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.connect.hostkeys import UnknownKey, accept_all
 from nodekit.deploy.init import template, template_slurm
 from nodekit.deploy.init.template import Looked
 from nodekit.deploy.init.template_text import Draft, visible
+from nodekit.deploy.output import whole_file
 from nodekit.inventory import ansible, importers, scontrol
 from nodekit.inventory.errors import HostError, InventoryError, KitError
 from nodekit.inventory.importers import FoundHost, Imported
+from nodekit.inventory.load import read_limited
 
 SURVEY_TIMEOUT_S = 25.0
 """For the survey of a host; connecting has its own timeout, `cluster.CONNECT_TIMEOUT_S`."""
@@ -134,43 +137,52 @@ def _hosts(options: Options) -> Imported:
         found = importers.hostfile(_read(options.hostfile), str(options.hostfile))
     elif options.ansible is not None:
         found = ansible.read(_read(options.ansible), str(options.ansible), options.group)
-        found = _with_absolute_keys(found, options.ansible)
+        found = _with_absolute_files(found, options.ansible)
     else:
         return importers.from_arguments(options.hosts)
     return importers.select(found, options.hosts) if options.hosts else found
 
 
-def _with_absolute_keys(found: Imported, file: Path) -> Imported:
-    """Make paths of keys absolute: Ansible resolves them from the working folder, kit from its inventory's."""
-    hosts = tuple(
-        replace(host, identity_file=str(Path.cwd() / host.identity_file))
-        if host.identity_file and not host.identity_file.startswith("~")
-        else host
-        for host in found.hosts
-    )
+def _with_absolute_files(found: Imported, file: Path) -> Imported:
+    """Make paths of keys absolute: Ansible resolves them from the working folder, kit from its inventory's.
+
+    A known_hosts file that is not there is left out: ssh does without, kit would refuse it.
+    """
+
+    def absolute(path: str | None) -> str | None:
+        return str(Path.cwd() / path) if path and not path.startswith("~") else path
+
+    def is_there(path: str) -> bool:
+        return os.path.isfile(os.path.expanduser(path))  # noqa: PTH111, PTH113
+
+    hosts = []
+    missing: dict[str, None] = {}
+    for host in found.hosts:
+        known_hosts = absolute(host.known_hosts)
+        if known_hosts and not is_there(known_hosts):
+            missing.setdefault(known_hosts)
+            known_hosts = None
+        hosts.append(replace(host, identity_file=absolute(host.identity_file), known_hosts=known_hosts))
     beside = [name for name in ("group_vars", "host_vars") if (file.parent / name).is_dir()]
     note = (
         f"{' and '.join(beside)} beside {file} was not read; `ansible-inventory -i {file} --list > hosts.json`, and "
         "kit init --ansible hosts.json, has what it says"
     )
-    return Imported(hosts, (*found.notes, *([note] if beside else [])))
+    notes = [f"{path}, which {file} names as UserKnownHostsFile, does not exist" for path in missing]
+    return Imported(tuple(hosts), (*found.notes, *([note] if beside else []), *notes))
 
 
 def _read(file: Path) -> str:
     try:
         if file.is_dir():
             raise KitError(f"{file}: found a folder", wanted="one of the files in it")
-        with file.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
+        return read_limited(file, MAX_FILE_BYTES, wanted="a list of hosts").decode("utf-8-sig", "replace")
     except OSError as error:
         raise KitError(f"{file}: cannot be read: {error.strerror or error}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise KitError(f"{file}: found more than {MAX_FILE_BYTES // 1024**2} MiB", wanted="a list of hosts")
-    return data.decode("utf-8-sig", "replace")
 
 
 def _from_slurm(told: dict[str, str]) -> Draft:
-    from nodekit.slurm.jobs import Slurm
+    from nodekit.slurm.cluster.jobs import Slurm
 
     channel = open_local("this machine", sys.executable)
     try:
@@ -208,7 +220,10 @@ def discover(hosts: Sequence[FoundHost], ssh: SshOptions, say: Callable[[str], N
     for result in results.values():
         if isinstance(result, Exception):
             raise result  # a bug of ours: errors of a host are in its Looked
-    return [result for result in results.values() if isinstance(result, Looked)]
+    looked = [result for result in results.values() if isinstance(result, Looked)]
+    if unknown := [each.unknown_key for each in looked if each.unknown_key is not None]:
+        say(f"{', '.join(error.host for error in unknown)}: {accept_all(unknown)}")
+    return looked
 
 
 def _ask(host: FoundHost, ssh: SshOptions) -> Looked:
@@ -226,13 +241,17 @@ def _ask(host: FoundHost, ssh: SshOptions) -> Looked:
                 user=host.user,
                 port=host.port,
                 identity_file=host.identity_file and os.path.expanduser(host.identity_file),  # noqa: PTH111
+                known_hosts=host.known_hosts,
             ),
             ssh,
         )
+    except UnknownKey as error:
+        return Looked(host=host, problem=error.shown, unknown_key=error)
     except HostError as error:
         return Looked(host=host, problem=str(error.problem))
     try:
-        return Looked(host=host, survey=channel.call("discovery.survey", timeout_s=SURVEY_TIMEOUT_S))
+        survey = channel.call("discovery.survey", timeout_s=SURVEY_TIMEOUT_S, python=host.python or "")
+        return Looked(host=host, survey=survey)
     except HostError as error:
         return Looked(host=host, problem=str(error.problem))
     finally:
@@ -280,9 +299,7 @@ def _write(text: str, output: Path | None, name: str, *, force: bool) -> None:
             with output.open("x", encoding="utf-8") as file:
                 file.write(text)
             return
-        beside = output.with_name(f".{output.name}.{os.getpid()}")
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(output)
+        whole_file.write(output, text, mode=0o666)
     except FileExistsError:
         raise KitError(f"{output} is there already", cure="--force writes over it") from None
     except OSError as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nodekit.deploy.host.probes.nics import Nic
+from nodekit.deploy.connect.hostkeys import UnknownKey
+from nodekit.deploy.host.probes.network.nics import Nic
 from nodekit.deploy.init.defaults import (
     Pythons,
     Shared,
@@ -33,6 +34,7 @@ from nodekit.deploy.init.template_text import (
     shown,
     visible,
 )
+from nodekit.inventory import hostlists
 from nodekit.inventory.importers import FoundHost
 
 _INTERFACE = re.compile(r"[^\s/,^=:-][^\s/,^=:]{0,14}")
@@ -46,6 +48,16 @@ class Looked:
     survey: Survey | None = None
     problem: str = ""
     """Why there is no survey."""
+    unknown_key: UnknownKey | None = None
+    """Where that is why."""
+
+
+def _renamed(looked: Looked) -> Looked:
+    """One that is called as kit calls a folder of its own, by another name."""
+    host = looked.host
+    if not hostlists.is_own_name(host.name):
+        return looked
+    return replace(looked, host=replace(host, name=f"host-{host.name}", address=host.address or host.name))
 
 
 def from_hosts(
@@ -61,6 +73,7 @@ def from_hosts(
         date: when.
         notes: what a source said that no inventory has.
     """
+    looked = [_renamed(each) for each in looked]
     twins = _twins(looked)
     kept = [each for each in looked if each.host.name not in twins]
     seen = {each.host.name: each.survey for each in kept if each.survey is not None}
@@ -145,7 +158,7 @@ def _twins(looked: Sequence[Looked]) -> dict[str, str]:
 def _common(hosts: Sequence[FoundHost]) -> dict[str, str | int]:
     """Return the login settings that are the same for all hosts, if there are several."""
     found: dict[str, str | int] = {}
-    for key in ("user", "port", "identity_file"):
+    for key in ("user", "port", "identity_file", "known_hosts"):
         values = {getattr(host, key) for host in hosts}
         if len(hosts) > 1 and len(values) == 1 and (value := values.pop()) is not None:
             found[key] = value
@@ -245,7 +258,7 @@ def _host_lines(
 ) -> list[str]:
     host, survey = looked.host, looked.survey
     keys: list[str] = []
-    for key in ("address", "user", "port", "identity_file", "connection"):
+    for key in ("address", "user", "port", "identity_file", "known_hosts", "connection"):
         value = getattr(host, key)
         if value is not None and key not in common:
             keys.append(f"{key}: {scalar(value)}")

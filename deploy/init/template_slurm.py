@@ -24,7 +24,7 @@ def from_slurm(
             f"kit up {shown(file)} --dry-run      what would be asked of Slurm; queues nothing",
             name=name,
         ),
-        *comment(f"{CHOOSE} an interpreter on the nodes that has torch and submitit."),
+        *comment(f"{CHOOSE} an interpreter on the nodes with torch, submitit and others (docs/slurm.md)."),
         "# python: ~/venv/bin/python",
         "",
         "slurm:",

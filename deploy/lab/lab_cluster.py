@@ -4,7 +4,7 @@ A host has its own network, host name, processes, disk and sshd; nothing leads o
 not attackers: its root is this machine's root, and kernel settings are shared. All of it is in one folder:
 
     FOLDER/lab.json       the record: there before the first thing is made and until the last one is removed
-          /lab.yaml       the inventory
+          /lab.yaml       the inventory; with Slurm also slurm.yaml
           /id_ed25519, known_hosts
           /switch         the switch's network namespace (a mount)
           /hosts/NAME/    net (a mount), upper (the disk), console.log; init.json, wire.json (processes)
@@ -13,6 +13,7 @@ not attackers: its root is this machine's root, and kernel settings are shared. 
 
 import contextlib
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from nodekit.deploy.lab import lab_disk, lab_needs, lab_network, lab_process, la
 from nodekit.deploy.lab.lab_network import LabHost, LabNetwork
 from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.deploy.lab.lab_slurm import CONTROL, STATE_FOLDERS, LabSlurm
+from nodekit.deploy.records.state_folder import state_folder
 from nodekit.inventory.errors import HostError, KitError, KitErrors
 
 T = TypeVar("T")
@@ -76,7 +78,7 @@ class Lab:
         folder = lab_folder(folder)
         if os.path.lexists(folder / lab_record.FILE):
             lab = cls.load(folder)
-            hint = "`kit lab down` it first, or choose another --folder"
+            hint = f"`kit lab down{folder_option(folder)}` it first, or choose another --folder"
             if len(lab.hosts) != n:
                 raise KitError(f"the lab in {folder} has {len(lab.hosts)} hosts, not {n}", cure=hint)
             if (lab.has_slurm, lab.has_accounting) != (slurm, accounting):
@@ -102,13 +104,16 @@ class Lab:
         try:
             record = lab_record.read(folder)
         except FileNotFoundError:
-            raise KitError(f"no lab in {folder}", cure="`kit lab up 3` makes one") from None
+            raise KitError(
+                f"no lab in {folder}",
+                cure=f"`--folder DIR` names the folder of another, `kit lab up 3{folder_option(folder)}` makes one",
+            ) from None
         del record["made"]
         if not record or not os.path.ismount(folder / "switch"):
             raise KitError(
                 f"the lab in {folder} is not whole (its `up` is still at work or was cut short, or the "
                 "machine was restarted)",
-                cure="`kit lab down` removes what is left of it",
+                cure=f"`kit lab down{folder_option(folder)}` removes what is left of it",
             )
         hosts = {host["name"]: LabHost(**host) for host in record.pop("hosts")}
         return cls(folder=folder, hosts=hosts, **record)
@@ -155,9 +160,15 @@ class Lab:
                 identity_file=lab.identity_file,
                 known_hosts=lab.known_hosts,
                 addresses=addresses,
+                folder_option=folder_option(folder),
             )
         )
         if slurm:
+            lab.slurm_inventory.write_text(
+                lab_disk.slurm_inventory_file(
+                    name, num_hosts=len(hosts), conf=lab.slurm.conf, shared_dir=lab.slurm.shared / "kit"
+                )
+            )
             lab.slurm.wait_idle()
         record = asdict(lab) | {"hosts": [asdict(host) for host in hosts.values()]}
         del record["folder"]
@@ -168,6 +179,11 @@ class Lab:
     def inventory(self) -> Path:
         """The inventory for `kit up`."""
         return self.folder / "lab.yaml"
+
+    @property
+    def slurm_inventory(self) -> Path:
+        """The inventory for `kit up` to submit jobs; only with Slurm."""
+        return self.folder / "slurm.yaml"
 
     @property
     def identity_file(self) -> Path:
@@ -201,7 +217,11 @@ class Lab:
         """Return the command on this machine that runs argv inside a host, in its folder ``/``."""
         init = self._init(host)
         if init is None or not init.is_alive:
-            raise HostError(host, "has crashed", cure=f"`kit lab revive {host}` starts it again")
+            raise HostError(
+                host,
+                "has crashed",
+                cure=f"`kit lab revive {host}{folder_option(self.folder)}` starts it again",
+            )
         return ["nsenter", f"--target={init.pid}", "--net", "--uts", "--mount", "--ipc", "--pid", "--", *argv]
 
     @property
@@ -347,7 +367,8 @@ def _remove(place: Path, made: dict[str, Any], folder: Path) -> None:
     if others := sorted(set(lab_record.mounts_below(place)) - own):
         shown = ", ".join(str(folder / path) for path in others)
         raise KitError(
-            f"{shown}: mounted in the lab, by somebody else", cure="umount it, and kit lab down again"
+            f"{shown}: mounted in the lab, by somebody else",
+            cure=f"umount it, and `kit lab down{folder_option(folder)}` again",
         )
     records = [ProcessRecord.read(path / name) for path in hosts for name in ("init.json", "wire.json")]
     lab_process.kill(*(record for record in records if record))
@@ -357,7 +378,8 @@ def _remove(place: Path, made: dict[str, Any], folder: Path) -> None:
             shutil.rmtree(path)
     with contextlib.suppress(OSError):  # something else is in it, or it is a link
         (place / "hosts").rmdir()
-    files = ("switch", "lab.yaml", "known_hosts", "id_ed25519", "id_ed25519.pub")
+    files = ["switch", "lab.yaml", "known_hosts", "id_ed25519", "id_ed25519.pub"]
+    files += ["slurm.yaml"] if made["slurm"] else []
     for name in (*files, lab_record.DRAFT, lab_record.FILE):
         with contextlib.suppress(IsADirectoryError):
             (place / name).unlink(missing_ok=True)
@@ -370,10 +392,12 @@ def _kind(*, slurm: bool, accounting: bool) -> str:
 
 def lab_folder(folder: Path | None) -> Path:
     """The folder asked for, or the default one, in the XDG state folder."""
-    if folder is not None:
-        return folder.absolute()
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
-    return Path(state) / "nodekit/lab"
+    return folder.absolute() if folder is not None else state_folder() / "lab"
+
+
+def folder_option(folder: Path) -> str:
+    """Return what `kit lab` needs after its words to find a lab there: nothing in the default place."""
+    return "" if folder == lab_folder(None) else f" --folder {shlex.quote(str(folder))}"
 
 
 def _greet(host: LabHost) -> None:

@@ -9,6 +9,7 @@ mounted overlay.
 import json
 import os
 import pwd
+import shlex
 import shutil
 import subprocess
 import sys
@@ -134,29 +135,55 @@ def known_hosts_file(addresses: dict[str, str], host_keys: dict[str, str]) -> st
 
 
 def inventory_file(
-    name: str, *, network: str, identity_file: Path, known_hosts: Path, addresses: dict[str, str]
+    name: str,
+    *,
+    network: str,
+    identity_file: Path,
+    known_hosts: Path,
+    addresses: dict[str, str],
+    folder_option: str,
 ) -> str:
-    """The inventory of a lab, ready for `kit up`."""
-
-    def quoted(path: Path | str) -> str:
-        return json.dumps(str(path), ensure_ascii=False)  # a JSON string is a YAML string
-
+    """The inventory of a lab, ready for `kit up`; ``folder_option`` is what `kit lab` needs to find the lab."""
     num = len(addresses)
     nodes = f"nodes: '{num - 1}:{num}'  # goes on with {num - 1} when one is cut off\n" if num > 1 else ""
     hosts = "".join(f"  {host}: {{address: {address}}}\n" for host, address in addresses.items())
     return f"""\
 # A lab: {len(addresses)} hosts on this machine, each with its own network, disk, processes and sshd.
-# Train on them with `kit up THIS_FILE`. Meanwhile try `kit lab crash HOST` or `kit lab cut HOST`, and then
-# `kit lab revive HOST` or `kit lab mend HOST`. `kit lab down` removes everything, this file too.
-name: {quoted(name)}
+# Train on them with `kit up THIS_FILE`. Meanwhile try, in another terminal, one of these, and what undoes it:
+#   kit lab crash HOST{folder_option}
+#   kit lab revive HOST{folder_option}
+#   kit lab cut HOST{folder_option}
+#   kit lab mend HOST{folder_option}
+# This removes everything, this file too:
+#   kit lab down{folder_option}
+name: {_quoted(name)}
 network: {network}  # every host's interface has another name: kit uses the one with an address in here
 user: root
-identity_file: {quoted(identity_file)}
-known_hosts: {quoted(known_hosts)}  # the hosts' keys, so that there is nothing to accept
-python: {quoted(sys.executable)}  # this machine's: the hosts see its files, and keep their own changes
+identity_file: {_quoted(identity_file)}
+known_hosts: {_quoted(known_hosts)}  # the hosts' keys, so that there is nothing to accept
+python: {_quoted(sys.executable)}  # this machine's: the hosts see its files, and keep their own changes
 workdir: ~/nodekit
 {nodes}hosts:
 {hosts}"""
+
+
+def slurm_inventory_file(name: str, *, num_hosts: int, conf: Path, shared_dir: Path) -> str:
+    """The inventory of a lab with Slurm, ready for `kit up` to submit jobs."""
+    nodes = f"'{num_hosts - 1}:{num_hosts}'  # goes on with {num_hosts - 1} when one is lost"
+    return f"""\
+# A lab's Slurm cluster. `kit up THIS_FILE` submits a job to it, where Slurm's commands mean this cluster:
+#   export SLURM_CONF={shlex.quote(str(conf))}
+name: {_quoted(name)}
+python: {_quoted(sys.executable)}  # this machine's: the hosts see its files, and keep their own changes
+slurm:
+  nodes: {nodes if num_hosts > 1 else 1}
+  partition: main
+  shared_dir: {_quoted(shared_dir)}  # the same folder on this machine and every host
+"""
+
+
+def _quoted(text: Path | str) -> str:
+    return json.dumps(str(text), ensure_ascii=False)  # a JSON string is a YAML string
 
 
 def make_folder(disk: Path, path: Path) -> Path:

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nodekit.deploy.connect.channel import HostChannel, on_all
+from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story.event_text import size_text
 
 LOOK_TIMEOUT_S = 10.0
 _MOST_ENTRIES = 4
@@ -21,8 +23,8 @@ def left_behind(run: Run, channels: Mapping[str, HostChannel]) -> list[Row]:
 
     Says so of nodes that cannot be asked.
     """
-    there = {name: channels[name] for name in run.nodes if name in channels}
-    found = on_all(there, lambda channel: _look(run.nodes[channel.host], channel))
+    there = {name: (run.nodes[name], channels[name]) for name in run.nodes if name in channels}
+    found = on_all(there, lambda each: _look(*each))  # under Slurm all have the login node's channel
     return rows(run.run_id, run.nodes, found)
 
 
@@ -57,11 +59,12 @@ def rows(
             "weights": told[name]["weights"],
         }[kind]
         result.append((kind, f"{name}:{place}" + (f"   (kit {hint} {run_id})" if hint else "")))
-    seen = set()
+    seen: set[str] = set()
+    folders = hostfacts.folders({name: each["code"] for name, each in told.items()})
     for name, each in told.items():
-        if not each["written"] or not each["written"]["entries"] or each["code"] in seen:
+        if not each["written"] or not each["written"]["entries"] or folders[name] in seen:
             continue
-        seen |= {each["code"]} - {""}
+        seen |= {folders[name]} - {""}
         result.append(("written", f"{name}:{nodes[name]['code_dir']}: {_entries(each['written'])}"))
     if silent := [name for name in names if name not in told]:
         result.append(("not known", f"what is on {', '.join(silent)}, which could not be asked"))
@@ -71,17 +74,10 @@ def rows(
 def _entries(written: Mapping[str, Any]) -> str:
     entries: Sequence[tuple[str, int, int]] = written["entries"]
     shown = [
-        f"{name} ({f'{number} files, ' if number > 1 else ''}{_bytes(size)})"
+        f"{name} ({f'{number} files, ' if number > 1 else ''}{size_text(size)})"
         for name, number, size in entries[:_MOST_ENTRIES]
     ]
     rest = entries[_MOST_ENTRIES:]
     if rest:
-        shown.append(f"{len(rest)} more ({_bytes(sum(size for *_, size in rest))})")
+        shown.append(f"{len(rest)} more ({size_text(sum(size for *_, size in rest))})")
     return ("" if written["is_all"] else "at least ") + ", ".join(shown)
-
-
-def _bytes(number: int) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= size * 0.9995:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"

@@ -1,4 +1,4 @@
-"""What the command line of `kit up` says."""
+"""What the command lines of `kit up` and `kit down` say."""
 
 from __future__ import annotations
 
@@ -35,4 +35,17 @@ class Options:
     """Look only for what no job can do without."""
     metrics: Place | None = None
     """Where metrics for Prometheus are served."""
+    ssh: SshOptions = field(default_factory=SshOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopOptions:
+    """What the command line of `kit down` says."""
+
+    force: bool = False
+    """Kill it, without a snapshot."""
+    lost: bool = False
+    """What cannot be reached is off, says the user."""
+    fetch: bool = False
+    """Copy its logs to this machine."""
     ssh: SshOptions = field(default_factory=SshOptions)

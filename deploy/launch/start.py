@@ -14,8 +14,9 @@ from typing import Any
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, all_or_raise, on_all
 from nodekit.deploy.host.schema import VERSION
-from nodekit.deploy.launch import broken_hosts
+from nodekit.deploy.launch import broken_hosts, stopping
 from nodekit.deploy.launch.options import Options
+from nodekit.deploy.output.interrupts import Interrupts, NothingLeft
 from nodekit.deploy.output.phases import Phases, count
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.findings import Finding
@@ -26,18 +27,14 @@ from nodekit.deploy.records import events, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story import leftout
 from nodekit.deploy.story.attempts import of_kind
+from nodekit.deploy.story.event_text import size_text
 from nodekit.deploy.story.leftout import LeftOut
 from nodekit.deploy.supervise import policy
-from nodekit.deploy.supervise.node_client import (
-    SYNC_TIMEOUT_S,
-    NodeClient,
-    list_code,
-    secrets_of,
-)
+from nodekit.deploy.supervise.node_client import SYNC_TIMEOUT_S, NodeClient, list_code, secrets_of
 from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
-from nodekit.inventory.errors import HostError, KitError, KitErrors, NotWritten
+from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Environment, Inventory
 
@@ -148,8 +145,11 @@ def start(
     options: Options,
     *,
     placed: str = "",
+    interrupts: Interrupts | None = None,
 ) -> NodeClient:
     """Start a run, or go on with `resumed`.
+
+    It runs then, and `interrupts` are held: who watches it says what they do.
 
     Args:
         stack: closes the channels.
@@ -157,7 +157,13 @@ def start(
         resumed: the run to go on with, None for a new one.
         options: the command line's.
         placed: the id of a run whose code lies in its place on all hosts already.
+        interrupts: Ctrl-C's; None where signals are the caller's.
+
+    Raises:
+        KitError: it cannot start.
+        NothingLeft: after a Ctrl-C, where all that had started is stopped.
     """
+    interrupts = interrupts or Interrupts()
     starting = _Starting(inventory, resumed, options, placed)
     channels = starting.connect(stack)
     channels, broken = broken_hosts.leave_out(channels, inventory, starting.phases.say)
@@ -165,20 +171,21 @@ def start(
         starting.enter_environment(channels, inventory.environment)
     facts, planned = starting.check_and_plan(channels)
     run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
-    if run.drained or broken:  # a node that the user had out may come back with a new start
+    if resumed or broken:  # a node that the user had out may come back with a new start
         run.drain(broken)
     starting.tell(run, planned, facts)
     client = NodeClient(run, inventory, channels)
     try:
+        interrupts.once()
         targets, code = starting.send(client, planned, facts)
         starting.start_agents(client, planned, code)
         # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
         (sync.finish_caching if options.detach else sync.begin_caching)(targets, timeout_s=SYNC_TIMEOUT_S)
+        interrupts.hold()
     except BaseException as error:
-        # Agents that got their go are stopped; those that did not end with their channel.
-        client.stop_all(grace_s=5.0)
-        with contextlib.suppress(NotWritten):  # what is raised says more
-            run.finish("failed", "it did not start", _cause(error))
+        is_over = stopping.undo(client, error, interrupts, starting.phases.say)
+        if is_over and isinstance(error, KeyboardInterrupt):
+            raise NothingLeft(*error.args) from error
         raise
     finally:
         for name, seconds, done in starting.phases.done:
@@ -207,7 +214,10 @@ class _Starting:
             script.find(inventory, options.command)
         self._run_id = placed or (resumed.run_id if resumed else runs.new_id(inventory.name))
         how = "resuming" if resumed else "run"
-        self.phases.say(f"{how} {self._run_id}" + ("; --new starts over" if resumed else ""))
+        if placed:
+            self.phases.say(f"{how} {self._run_id} in the job's allocation, led by {inventory.hosts[0].name}")
+        else:
+            self.phases.say(f"{how} {self._run_id}" + ("; --new starts over" if resumed else ""))
         # The code is read while the hosts are reached: a run has what was there when it was asked for.
         self._reading = None if placed else _Reading(inventory, options)
 
@@ -318,7 +328,7 @@ class _Starting:
                 return {}, _Code(run.code_digest, run.left_out)
             tree, left_out = self._reading.result()
             targets = _send(tree, firsts, facts, run.run_id, self._options)
-            said += [f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB", *left_out.said()]
+            said += [f"{count(tree.num_files, 'file')}, {size_text(tree.size_bytes)}", *left_out.said()]
             return targets, _Code(tree.digest, left_out.to_dict())
 
     def start_agents(self, client: NodeClient, planned: Plan, code: _Code) -> None:
@@ -331,19 +341,32 @@ class _Starting:
             port=planned.nodes[0].master_port,
             nodes=active,
         )
-        with self.phases.phase("start") as said:
+        waits_for = f"torch to be imported on {count(len(active), 'node')}, and for the nodes to meet"
+        with self.phases.phase("start", waits_for=waits_for) as said:
             # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
             _on_nodes(list(run.nodes), lambda name: client.fence(name, run.generation))
+            with run.changing():
+                _refuse_stopped(run)
+                run.judgement = state.to_dict()  # who votes, before any of them begins
             _on_nodes(
                 active, lambda name: client.start(name, state, state.port if name == state.host else None)
             )
             with run.changing():
-                run.state, run.judgement = "running", state.to_dict()
+                _refuse_stopped(run)  # it came before the go of some, or between the gos
+                run.state = "running"
                 run.code_digest, run.left_out = code.digest, code.left_out
             _wait_started(client, active)
             said.append(f"{count(len(active), 'node')}, world size {planned.world_size}")
             if len(active) < len(client.channels):
                 said.append(count(len(client.channels) - len(active), "spare"))
+
+
+def _refuse_stopped(run: Run) -> None:
+    """Raise KitError where somebody has stopped a run while it is being started: its end is on record, and was told."""
+    if by := run.stopped_by:
+        raise KitError(
+            f"{run.run_id} was stopped while it was being started, by {by}", cure="kit up starts it"
+        )
 
 
 def _on_nodes(names: Sequence[str], function: Callable[[str], Any]) -> None:
@@ -395,13 +418,19 @@ def _record(
     )
     offsets = [found.clock_offset_s for found in facts.values()]
     saved = of_kind(events.read(run.folder), "snapshot") if resumed else []
+    # Before it is on record as starting: from then on it is this start that a `kit down` ends.
+    run.say_stop("")
     with run.changing():
-        if resumed:
-            run.generation += 1
+        if resumed:  # above all that hosts may have been fenced for, also where that was called off
+            told = run.judgement
+            run.generation = 1 + max(
+                run.generation, told.get("called_off") or 0, told.get("next_generation") or 0
+            )
         run.token = run.token or token_hex(16)
         run.clock_offsets = {name: found.clock_offset_s for name, found in facts.items()}
         run.skew_s = max(offsets) - min(offsets)
         run.inventory, run.is_placed = dump(inventory), is_placed
+        run.skip_check = options.skip_check
         run.state, run.started, run.ended = "starting", time.time(), None
         run.verdict, run.cause = "", {}
         run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
@@ -410,7 +439,6 @@ def _record(
             words = f"step {newest.get('step')} of generation {newest.get('generation')} was committed on {newest.node}"
             for each in run.nodes.values():
                 each["env"]["NODEKIT_SNAPSHOT_EXPECTED"] = words
-    run.say_stop("")
     return run
 
 
@@ -437,16 +465,6 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
     num_gpus = sum(len(node.gpus) for node in planned.nodes)
     interfaces = " ".join(dict.fromkeys(node.interface for node in planned.nodes))
     return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
-
-
-def _cause(error: BaseException) -> dict[str, str]:
-    """Why a run did not start, as `Run.cause`: for `kit why`, when what was printed is gone."""
-    if not isinstance(error, KitError):
-        return {}
-    first = error.errors[0]
-    what = str(first.problem._replace(cure=""))
-    what = f"{first.host}: {what}" if isinstance(first, HostError) else what
-    return {"name": "did-not-start", "what": what, "cure": first.problem.cure}
 
 
 def _wait_started(client: NodeClient, names: Sequence[str]) -> None:

@@ -6,11 +6,9 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -19,16 +17,15 @@ from typing import IO, Any
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel
-from nodekit.deploy.launch import ending
+from nodekit.deploy.launch import ending, stopping
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.notify import notify
-from nodekit.deploy.output.interrupts import sigterm_interrupts
+from nodekit.deploy.output.interrupts import Interrupts
 from nodekit.deploy.output.phases import count
-from nodekit.deploy.output.terminal import shown_path
-from nodekit.deploy.records import fetchlogs, runs
+from nodekit.deploy.records import fetchlogs, locks
 from nodekit.deploy.records.runs import STOPPED_EXIT, Run
-from nodekit.deploy.screen.verdict_screen import failed_screen, with_left_out
+from nodekit.deploy.screen.verdict_screen import failed_screen, is_over, resume_command, with_left_out
 from nodekit.deploy.screen.view import Doing, FullScreen, View, fits_screen
 from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.story.summary import summary
@@ -51,6 +48,7 @@ def watch(
     tail_bytes: int | None = None,
     shown: Mapping[str, Mapping[str, int]] | None = None,
     is_asked: bool = True,
+    interrupts: Interrupts | None = None,
 ) -> int:
     """Watch a run to its end, and act for it unless another does; Ctrl-C stops it everywhere. The exit status.
 
@@ -59,43 +57,41 @@ def watch(
         options: the command line's.
         tail_bytes: of each log that is there already, show only this much.
         shown: node → log → how much of it has been shown.
-        is_asked: whether a user sits there; else the signals are the caller's.
+        is_asked: whether a user sits there.
+        interrupts: Ctrl-C's; None where signals are the caller's.
     """
-    run, inventory = client.run, client.inventory
-    hosts = {host.name: host for host in inventory.hosts}
-    rules = Rules.of(inventory)
-    lock = runs.SupervisorLock(run)
-    handling = sigterm_interrupts() if is_asked else contextlib.nullcontext()
-    with _view(run, rules, options, is_asked=is_asked) as view, handling:
+    interrupts = interrupts or Interrupts()
+    interrupts.hold()  # one that comes before there is what stops the run stops it a moment later
+    run, lock = client.run, locks.SupervisorLock(client.run)
+    with _view(run, Rules.of(client.inventory), options, is_asked=is_asked) as view:
         if not lock.acquire():
             view.say(f"supervised by process {lock.owner()} on this machine; this one watches")
-        supervisor = Supervisor(
-            client,
-            view,
-            lock,
-            rules=rules,
-            reopen=lambda name: cluster.open_channel(hosts[name], options.ssh),
-            tail_bytes=tail_bytes,
-            shown=shown or {},
-            observers=observers_of(run, inventory, options, view),
-        )
+        supervisor = _supervisor(client, options, view, lock, tail_bytes=tail_bytes, shown=shown)
         try:
             with _hangup_leaves() if is_asked else contextlib.nullcontext():
-                verdict = with_left_out(run, supervisor.watch())
+                interrupts.once()
+                verdict = supervisor.watch()
+                interrupts.hold()  # it is over: a Ctrl-C from here on must not keep that off the record
         except Left:
+            interrupts.hold()
             view.close()
             supervisor.close()
-            return _leave(run, options, lock)
+            return _leave(run, options, lock, interrupts)
         except (KeyboardInterrupt, StopAsked) as interrupt:
+            interrupts.hold()
             view.close()
             run.say_stop(str(interrupt) or "Ctrl-C")
-            status = stop_everywhere(run, supervisor, view, is_asked=is_asked)
+            status = stop_everywhere(run, supervisor, view, interrupts, is_asked=is_asked)
             _fetch_logs(client, lock, view)
             supervisor.close()
+            if is_asked:
+                conclude_stop(run, client.channels)
             return status
         else:
+            verdict = with_left_out(run, verdict)
             with told_of_a_full_disk(view.say):
-                _write_end(run, verdict)
+                stopping.record_end(run, verdict.may_go_on, lambda: _write_end(run, verdict), view.say)
+            interrupts.each()
             _fetch_logs(client, lock, view)
             supervisor.close()
             with contextlib.suppress(Exception):  # what `kit runs` says of it, while its events are at hand
@@ -103,6 +99,29 @@ def watch(
         finally:
             lock.release()
     return conclude(run, client.channels, verdict)
+
+
+def _supervisor(
+    client: NodeClient,
+    options: Options,
+    view: View,
+    lock: locks.SupervisorLock,
+    *,
+    tail_bytes: int | None,
+    shown: Mapping[str, Mapping[str, int]] | None,
+) -> Supervisor:
+    inventory = client.inventory
+    hosts = {host.name: host for host in inventory.hosts}
+    return Supervisor(
+        client,
+        view,
+        lock,
+        rules=Rules.of(inventory),
+        reopen=lambda name: cluster.open_channel(hosts[name], options.ssh),
+        tail_bytes=tail_bytes,
+        shown=shown or {},
+        observers=observers_of(client.run, inventory, options, view),
+    )
 
 
 def _write_end(run: Run, verdict: Verdict) -> None:
@@ -157,12 +176,13 @@ def _hangup_leaves() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _leave(run: Run, options: Options, lock: runs.SupervisorLock) -> int:
+def _leave(run: Run, options: Options, lock: locks.SupervisorLock, interrupts: Interrupts) -> int:
     """Have the run supervised by a process that stays, unless another does it already; the exit status."""
     acted = lock.acquire()
     lock.release()
     if acted:
         leave_a_supervisor(run, options)
+    interrupts.each()
     print(
         f"{run.run_id} goes on: kit watch {run.run_id} looks at it, kit down {run.run_id} stops it",
         flush=True,
@@ -193,7 +213,7 @@ def _log_of_supervisor(run: Run) -> IO[str]:
         return Path(os.devnull).open("a")
 
 
-def _fetch_logs(client: NodeClient, lock: runs.SupervisorLock, view: View) -> None:
+def _fetch_logs(client: NodeClient, lock: locks.SupervisorLock, view: View) -> None:
     """Have the logs here, where the inventory wants that: it is the supervisor's to do."""
     if client.inventory.logs.fetch and lock.acquire():
         fetchlogs.at_the_end(client.run, client.channels, view.say)
@@ -210,30 +230,24 @@ def observers_of(run: Run, inventory: Inventory, options: Options, view: View) -
     return observers
 
 
-def stop_everywhere(run: Run, supervisor: Supervisor, view: View, *, is_asked: bool) -> int:
+def stop_everywhere(
+    run: Run, supervisor: Supervisor, view: View, interrupts: Interrupts, *, is_asked: bool
+) -> int:
     """Stop the run on all nodes, saying so; Ctrl-C again kills it. The exit status."""
-    again = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM) if is_asked else ():
-        signal.signal(number, lambda *_: again.set())  # an exception could come at a bad moment
+    interrupts.again = False  # who has pressed it twice in a hurry had not read what that does
     hint = "; Ctrl-C again kills it at once" if is_asked else ""
     view.say(f"stopping {run.run_id} on {count(len(run.nodes), 'node')}{hint}")
-    results: dict[str, Any] = {}
-
-    def stop(force: bool) -> None:
-        results.update(supervisor.stop(force=force))
-
-    stopping = threading.Thread(target=stop, args=(False,), daemon=True)
-    stopping.start()
-    while stopping.is_alive():
-        if again.wait(0.1):
-            view.say("killing it")
-            stop(True)
-            break
+    results = stopping.stop(supervisor.stop, interrupts, view.say)
     with told_of_a_full_disk(view.say):
-        run.finish_stopped()
+        stopping.record_end(
+            run,
+            stopping.unheard(run, results),
+            run.finish_stopped,
+            view.say,
+            alive=stopping.refused(results),
+        )
     view.say(stopped_text(run, results))
-    if is_asked:  # all is stopped: the rest may be given up
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts.each()  # all is stopped: the rest may be given up
     return STOPPED_EXIT
 
 
@@ -248,7 +262,8 @@ def told_of_a_full_disk(say: Callable[[str], None]) -> Iterator[None]:
 
 def stopped_text(run: Run, results: Mapping[str, Any]) -> str:
     """What to say after a stop: where it is stopped, and where that is not known."""
-    failed = [str(result) for result in results.values() if isinstance(result, Exception)]
+    alive = stopping.refused(results)
+    failed = {name: result for name, result in results.items() if isinstance(result, Exception)}
     killed = [
         name for name, result in results.items() if not isinstance(result, Exception) and result["killed"]
     ]
@@ -256,7 +271,8 @@ def stopped_text(run: Run, results: Mapping[str, Any]) -> str:
     text = f"{run.run_id} is stopped on {count(len(results) - len(failed), 'node')}"
     if killed:
         text += f"; had to be killed on {', '.join(killed)}"
-    problems = [f"not known: {problem}" for problem in failed]
+    problems = [f"{name} was not stopped: {error.problem}" for name, error in alive.items()]
+    problems += [f"not known: {error}" for name, error in failed.items() if name not in alive]
     problems += [f"not known: {name} cannot be reached" for name in unheard]
     return "\n".join([text, *problems])
 
@@ -276,17 +292,26 @@ def conclude(run: Run, channels: Mapping[str, HostChannel], verdict: Verdict) ->
     if verdict.outcome == "stopped":
         has_snapshot = any(label == "snapshots" for label, _ in rows)
         goes_on = "goes on from its snapshot" if has_snapshot else "begins it anew: it has no snapshot"
-        print(f"{run.run_id} was stopped; kit up {shlex.quote(shown_path(run.inventory_path))} {goes_on}")
+        resume = f"; {resume_command(run)} {goes_on}"
+        print(f"{run.run_id} was stopped{resume if is_over(run, verdict) else ''}")
     else:
-        seconds = (run.ended or time.time()) - run.started
-        print(f"{run.run_id} {verdict.text} in {seconds:.0f} s{_result(run, channels, first)}")
+        took = f"{(run.ended or time.time()) - run.started:.0f} s"
+        if run.generation:  # `kit runs` has the time of all its starts
+            took += " since it was resumed"
+        print(f"{run.run_id} {verdict.text} in {took}{_result(run, channels, first)}")
     for label, text in rows:
         print(f"  {label:<9}  {text}")
     return STOPPED_EXIT if verdict.outcome == "stopped" else 0
 
 
+def conclude_stop(run: Run, channels: Mapping[str, HostChannel]) -> None:
+    """Say where everything is, and how to go on, of a run that was stopped here; not where nodes may train on."""
+    if run.state == "stopped":
+        conclude(run, channels, Verdict("stopped", "stopped"))
+
+
 def _result(run: Run, channels: Mapping[str, HostChannel], first: str) -> str:
-    """`, accuracy 98.3 %` when the job wrote a result.json, and why it ended early, if it did."""
+    """`, accuracy 98.33%` when the job wrote a result.json, and why it ended early, if it did."""
     if first not in channels:
         return ""
     with contextlib.suppress(KitError, ValueError):

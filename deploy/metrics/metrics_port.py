@@ -197,7 +197,10 @@ def metrics(
         return
     yield of_run(counter("restarts", "Meetings of the nodes after the first."), history.restarts)
     yield of_run(
-        gauge("goodput_ratio", "Share of the run's time that trained steps which count."),
+        gauge(
+            "goodput_ratio",
+            "Share of the run's time that trained steps which count; none before a step is told.",
+        ),
         history.goodput.share,
     )
     lost = gauge("lost_seconds", "Seconds of the run's time that trained nothing which counts.", "cause")

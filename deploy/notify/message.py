@@ -14,6 +14,7 @@ from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
 
 MAX_ERROR_CHARS = 300
+NEWS_AFTER_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,9 @@ class Story:
     _nodes: int = 0
     _failed_at: float | None = None
     """When what has not been recovered from began."""
-    _failed_step: int | None = None
+    _is_back: bool = False
+    """Whether its ranks have been started again since; of a script that tells no steps, no more is heard."""
+    _tells_steps: bool = False
     _attempt: str = ""
     """The last one that was told of: what fails in it is no news."""
     _last: dict[str, Any] = field(default_factory=dict)
@@ -86,8 +89,9 @@ class Story:
             return self._message("end", event, f"{words}: {_short(why)}" if why else words, state=state)
         if self._has_ended:
             return None
-        if (problem := _problem(event, self._away)) and self._failed_at is None:
-            self._failed_at, self._failed_step = event.time, self._last.get("step")
+        if (problem := _problem(event, self._away)) and self._is_news(event):
+            self._failed_at = event.time
+            self._is_back = False
             self._attempt = str(event.get("attempt") or self._attempt)
             return self._message("failure", event, problem)
         if event.kind == "first-step" and self._failed_at is not None:
@@ -95,12 +99,19 @@ class Story:
                 return None
             seconds = event.time - self._failed_at
             took = f" after {seconds:.1f} s" if seconds >= 0 else ""  # by clocks that have not jumped
-            text = f"trains again{took}, from step {event.get('step'):,}"
+            step = event.get("step")  # None where the script's progress has no number
+            text = f"trains again{took}" + (f", from step {step:,}" if isinstance(step, int) else "")
             if self._nodes:
                 text += f", on {_count(self._nodes, 'node')}"
             self._failed_at = None
             return self._message("recovery", event, text)
         return None
+
+    def _is_news(self, event: Event) -> bool:
+        """Whether a failure is another one than the one that was told: it comes long after the ranks are back."""
+        if self._failed_at is None:
+            return True
+        return self._is_back and not self._tells_steps and event.time - self._failed_at >= NEWS_AFTER_S
 
     def reached(self, step: int, total_steps: int | None) -> None:
         """How far the run is, from what is fresher than its events."""
@@ -116,8 +127,13 @@ class Story:
                 self._last[name] = value
         if event.kind == "rendezvous":
             self._nodes = len(event.get("members") or ())
-        if event.kind in ("workers-started", "rendezvous") and self._failed_at is None:
-            self._attempt = str(event.get("attempt") or "")
+        self._tells_steps |= event.kind == "first-step"
+        if event.kind in ("workers-started", "rendezvous"):
+            attempt = str(event.get("attempt") or "")
+            if self._failed_at is None:
+                self._attempt = attempt
+            elif event.kind == "workers-started" and attempt != self._attempt:
+                self._is_back = True
 
     def _message(self, kind: str, event: Event, text: str, state: str = "") -> Message:
         step, total = self._last.get("step"), self._last.get("total_steps")
@@ -166,7 +182,7 @@ def with_goodput(message: Message, run: Run) -> Message:
         goodput = History.of(events.read(run.folder), now=message.time).goodput
     except Exception:  # the end is told all the same
         return message
-    if goodput.total_s <= 0:
+    if goodput.total_s <= 0 or goodput.share is None:
         return message
     first, _, look = message.text.partition("\n")
     text = f"{first}; goodput {goodput.share:.0%} of {goodput.total_s:.0f} s\n{look}"

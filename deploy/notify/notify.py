@@ -17,10 +17,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from nodekit.deploy.host.files import make_private
 from nodekit.deploy.notify.deliver import ATTEMPT_S, NotDelivered, ways, within
 from nodekit.deploy.notify.message import Message, Story, with_goodput
 from nodekit.deploy.output.redact import Redactor
-from nodekit.deploy.records import events, runs
+from nodekit.deploy.records import events, locks, runs
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import NOTIFY, notify_names, notify_secrets, secrets_file
@@ -177,7 +178,7 @@ def tell_of_end(run: Run) -> None:
 
     asked = restore(run.inventory).notify
     if asked is not None:
-        run.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(run.folder)
         Notifier(run, asked, secrets_here(run, asked)).close()
 
 
@@ -204,7 +205,7 @@ class _Turn:
         """Whether this event is ours to tell; it is written down that it was."""
         if self._file is None:
             with contextlib.suppress(OSError):  # a full disk
-                self._file = runs.locked(self._path)
+                self._file = locks.locked(self._path)
             if self._file is None:
                 return False
             with contextlib.suppress(ValueError):

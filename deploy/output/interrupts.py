@@ -5,6 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from typing import Any
+
+
+class NothingLeft(KeyboardInterrupt):
+    """A Ctrl-C by which all that kit had started is ended, for sure."""
 
 
 @contextlib.contextmanager
@@ -19,3 +24,53 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class Interrupts:
+    """What Ctrl-C and SIGTERM do meanwhile: each one interrupts, or the next one alone, or none.
+
+    What ends a job must not be interrupted itself: the job would go on. It does nothing before its `with`, which is for
+    the main thread, and nothing to a signal that is ignored, as that of a background process is.
+    """
+
+    def __init__(self) -> None:
+        self.again = False
+        """One has come that did not interrupt. No threading.Event: its lock could be held by who is interrupted."""
+        self._next = self._later = True
+        """Whether the next one interrupts, and those after it."""
+        self._why = ""
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def each(self) -> None:
+        """Each one interrupts: there is nothing yet, or nothing any more, that it could leave running."""
+        self._next = self._later = True
+        self.again = False
+
+    def once(self) -> None:
+        """The next one interrupts, and none after it; one that has come since `hold` does so at once."""
+        self._next, self._later = True, False
+        if self.again:
+            self._next = self.again = False
+            raise KeyboardInterrupt(self._why)
+
+    def hold(self) -> None:
+        """None interrupts."""
+        self._next = self._later = False
+
+    def _hear(self, number: int, _: object) -> None:
+        self._why = "SIGTERM" if number == signal.SIGTERM else ""
+        if not self._next:
+            self.again = True
+            return
+        self._next = self._later
+        raise KeyboardInterrupt(self._why)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
+
+SILENT_S = 1.0
+"""After so long a phase says what it waits for."""
 
 
 class Phases:
@@ -17,11 +21,17 @@ class Phases:
         """Name, seconds, and when it was done."""
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[list[str]]:
-        """Time one phase; what the caller puts into the list is said at its end."""
+    def phase(self, name: str, *, waits_for: str = "") -> Iterator[list[str]]:
+        """Time one phase; what the caller puts into the list is said at its end, what it waits for if it takes long."""
         said: list[str] = []
         start = time.monotonic()
-        yield said
+        waiting = threading.Timer(SILENT_S, self.say, [f"{name:<8} waiting for {waits_for}"])
+        if waits_for:
+            waiting.start()
+        try:
+            yield said
+        finally:
+            waiting.cancel()
         seconds = time.monotonic() - start
         self.done.append((name, seconds, time.time()))
         self.say(f"{name:<8} {'; '.join(said)}  ({seconds:.1f} s)")

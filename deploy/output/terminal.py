@@ -1,14 +1,17 @@
-"""Takes from text of hosts and ranks what a terminal would act on, once for all that kit shows: see `screen`."""
+"""Where all that kit prints goes through: a terminal gets nothing that it would act on, and lost output ends no job."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +54,7 @@ def harmless(text: str, *, colours: bool = True) -> str:
 class Harmless:
     """A terminal that is written to by `print`, and gets nothing but harmless text."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | Output) -> None:
         self.stream = stream
         """The terminal itself, for who draws on it."""
 
@@ -64,21 +67,93 @@ class Harmless:
         return getattr(self.stream, name)
 
 
+class Output:
+    """stdout or stderr, whose reader may leave (``| head``), whose terminal may go, and whose disk may fill up."""
+
+    def __init__(self, stream: TextIO, *, may_be_lost: bool) -> None:
+        """``may_be_lost``: what is being done goes on without anybody who reads of it; else the next write ends it."""
+        self.stream = stream
+        self._may_be_lost = may_be_lost
+
+    def write(self, text: str) -> int:
+        """Write it.
+
+        Raises:
+            BrokenPipeError: the reader has left.
+            KitError: it cannot be written.
+        """
+        with self._told():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what waits; raises as `write` does."""
+        with self._told():
+            self.stream.flush()
+
+    def close_quietly(self) -> None:
+        """Have nothing wait that the interpreter could fail to write at its exit."""
+        try:
+            self.stream.flush()
+        except (OSError, ValueError):
+            self._to_nothing()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            is_gone = error.errno in (errno.EPIPE, errno.EIO)
+            if is_gone or not self._may_be_lost:
+                self._to_nothing()
+            if self._may_be_lost:
+                return
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise KitError(
+                f"what is printed cannot be written: {error.strerror}", cure="print it to somewhere else"
+            ) from error
+
+    def _to_nothing(self) -> None:
+        """From here on nobody reads it, and saying it to nobody must not fail; that of the processes begun here too."""
+        with contextlib.suppress(OSError, ValueError):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.stream.fileno())
+            os.close(nothing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 @contextlib.contextmanager
-def screen() -> Iterator[None]:
+def screen(*, may_be_lost: bool = False) -> Iterator[None]:
     """Whatever is printed here to a terminal is harmless; a file or a pipe gets it as it is.
 
-    A letter that their encoding lacks is printed as an escape.
+    A letter that their encoding lacks is printed as an escape. ``may_be_lost``: see `Output`.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+    _open_what_is_closed()
     with contextlib.ExitStack() as stack:
-        if sys.stdout.isatty():
-            stack.enter_context(contextlib.redirect_stdout(cast(TextIO, Harmless(sys.stdout))))
-        if sys.stderr.isatty():
-            stack.enter_context(contextlib.redirect_stderr(cast(TextIO, Harmless(sys.stderr))))
+        for stream, put in (
+            (sys.stdout, contextlib.redirect_stdout),
+            (sys.stderr, contextlib.redirect_stderr),
+        ):
+            if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+                stream.reconfigure(errors="backslashreplace")
+            output = Output(stream, may_be_lost=may_be_lost)
+            stack.callback(output.close_quietly)
+            stack.enter_context(put(cast(TextIO, Harmless(output) if stream.isatty() else output)))
         yield
+
+
+def _open_what_is_closed() -> None:
+    """A daemon may have closed stdin, stdout or stderr, which the first files that are opened would then become."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            if handle != number:
+                os.dup2(handle, number, inheritable=True)
+                os.close(handle)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def console(file: TextIO | None = None, **options: Any) -> Console:
@@ -95,7 +170,7 @@ def console(file: TextIO | None = None, **options: Any) -> Console:
                     yield Segment(harmless(part.text), part.style)
 
     file = file or sys.stdout
-    return Screen(file=file.stream if isinstance(file, Harmless) else file, **options)
+    return Screen(file=cast(TextIO, file.stream if isinstance(file, Harmless) else file), **options)
 
 
 def shown_path(path: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from nodekit.deploy.connect.channel import HostChannel, all_or_raise, on_all
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
+from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.plan import gpus
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.plan.gpus import HostGpus
@@ -66,7 +67,7 @@ class Facts:
     workdir_errno: str = ""
     """Its name, as EACCES."""
     workdir_id: str = ""
-    """Equal on two hosts if they share the folder."""
+    """What `hostfacts.folders` finds the hosts by that share the folder."""
     free_bytes: int = 0
     rsync: bool
     boot_id: str
@@ -170,8 +171,8 @@ def without_software(findings: Iterable[Finding], unmade: Collection[str]) -> li
 def one_per_folder(facts: Mapping[str, Facts]) -> dict[str, list[str]]:
     """Group hosts that share a workdir: first host → all hosts of the group."""
     groups: dict[str, list[str]] = {}
-    for name, found in facts.items():
-        groups.setdefault(found.workdir_id or name, []).append(name)
+    for name, folder in hostfacts.folders({name: found.workdir_id for name, found in facts.items()}).items():
+        groups.setdefault(folder or name, []).append(name)
     return {names[0]: names for names in groups.values()}
 
 

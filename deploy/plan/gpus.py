@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.host.probes.accelerators import ACCELERATORS, NVIDIA, Accelerator
+from nodekit.deploy.host.probes.gpu.accelerators import ACCELERATORS, NVIDIA, Accelerator
 from nodekit.inventory.errors import Problem
 from nodekit.inventory.schema import Host
 
@@ -28,12 +28,14 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class HostGpus:
-    """The answer of `deploy/host/probes/gpus.py` about one host."""
+    """The answer of `deploy/host/probes/gpu/gpus.py` about one host."""
 
     usable: tuple[Gpu, ...] = ()
     """In CUDA's order, without those that the host's CUDA_VISIBLE_DEVICES hides."""
     driver: str = ""
     """The version of NVIDIA's driver; "" without one."""
+    cuda: str | None = None
+    """The CUDA version of the libcuda that a process there loads; None where it is not known."""
     preset: str | None = None
     """CUDA_VISIBLE_DEVICES as it is set on the host."""
     problem: str = ""
@@ -161,6 +163,8 @@ def _no_code(found: HostGpus, torch: str, torch_build: str) -> Problem | None:
     kind, _, version = torch_build.partition(" ")
     oldest = OLDEST_DRIVERS.get(int(version.partition(".")[0])) if kind == "cuda" else None
     if oldest is None or _numbers(found.driver) >= oldest:
+        return None
+    if found.cuda and _numbers(found.cuda) >= _numbers(version):  # by forward compatibility
         return None
     wanted = ".".join(str(part) if place == 0 else f"{part:02}" for place, part in enumerate(oldest))
     return Problem(

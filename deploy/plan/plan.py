@@ -16,12 +16,13 @@ from typing import Any
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import programs
+from nodekit.deploy.output.phases import count
 from nodekit.deploy.plan import gpus as host_gpus
 from nodekit.deploy.plan.check import Facts, choose_interface, choose_interfaces
 from nodekit.deploy.plan.gpus import Gpu
 from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.fields import size_bytes
-from nodekit.inventory.schema import Inventory
+from nodekit.inventory.schema import Host, Inventory
 from nodekit.training.engine_info import lacking, refused_on_gpus
 from nodekit.training.errors import SAFE_TORCH, is_safe
 from nodekit.training.options.arguments import OptionsError, read
@@ -87,11 +88,14 @@ class Plan:
         """The plan for people: a block per node."""
         spares = len(self.nodes) - len(self.active)
         blocks = [
-            f"run {self.run_id}: {len(self.active)} node(s), world size {self.world_size}"
-            + (f", {spares} spare(s)" if spares else "")
+            f"run {self.run_id}: {count(len(self.active), 'node')}, world size {self.world_size}"
+            + (f", {count(spares, 'spare')}" if spares else "")
         ]
         for node in self.nodes:
-            env = "\n".join(f"              {key}={shlex.quote(value)}" for key, value in node.env.items())
+            env = "\n".join(
+                f"              {key}={shlex.quote(value)}{_remark(key, value)}"
+                for key, value in node.env.items()
+            )
             blocks.append(
                 f"{node.name}{'' if node in self.active else ' (spare)'}\n"
                 f"  node_rank   {node.node_rank} of {node.max_nodes}"
@@ -268,8 +272,7 @@ def build(
         KitError: with one line for each host without a single interface, or with GPUs unlike the others.
     """
     hosts = [host for host in inventory.hosts if host.name in facts]
-    kinds = next((found.files for found in facts.values() if found.files), {})
-    argv = argv_of(inventory, command, kinds)
+    argv = argv_of(inventory, command, next((found.files for found in facts.values() if found.files), {}))
     _refuse_unsafe_torch(argv, facts)
     own = host_gpus.share(hosts, {host.name: facts[host.name].gpus for host in hosts})
     chosen, unclear = choose_interfaces(inventory, hosts, facts, peers)
@@ -278,20 +281,14 @@ def build(
     threads = share_threads(facts, num_workers)
     nodes = []
     for node_rank, host in enumerate(inventory.hosts):
-        if host not in hosts:
+        if (found := facts.get(host.name)) is None:
             continue
-        found = facts[host.name]
         interface, address = chosen[host.name]
         run_dir = f"{found.workdir}/runs/{run_id}"
         gpus = host_gpus.for_ranks(host, own[host.name], inventory.job.nproc_per_node)
-        env = {
-            **sockets(interface, address),
-            **_environment(inventory, found, gpus, run_id, f"{run_dir}/{host.name}"),
-        }
-        env |= {**threads[host.name], **host.env, **inventory.job.env}
-        row = found.gpus.row
-        if {row.variable, *row.also} & {**host.env, **inventory.job.env}.keys():
-            env.pop("NODEKIT_NUM_GPUS", None)  # the user says what the ranks see
+        node_dir = f"{run_dir}/{host.name}"
+        given = {**sockets(interface, address), **threads[host.name]}
+        env = _environment(inventory, host, found, gpus, run_id, node_dir, given)
         node = NodePlan(
             name=host.name,
             node_rank=node_rank,
@@ -309,7 +306,7 @@ def build(
             argv=filled(argv, snapshot_dir=env["NODEKIT_SNAPSHOT_DIR"], run_id=run_id, node=host.name),
             python=found.executable,
             code_dir=f"{run_dir}/code",
-            node_dir=f"{run_dir}/{host.name}",
+            node_dir=node_dir,
             kit_dir=f"{found.workdir}/kit/{kit_digest}",
         )
         nodes.append(node)
@@ -365,10 +362,17 @@ def _refuse(
 
 
 def _environment(
-    inventory: Inventory, found: Facts, gpus: Sequence[Gpu], run_id: str, node_dir: str
+    inventory: Inventory,
+    host: Host,
+    found: Facts,
+    gpus: Sequence[Gpu],
+    run_id: str,
+    node_dir: str,
+    given: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the variables that kit itself sets for the workers of a node, besides `sockets`."""
+    """Return the variables of a node's workers: ``given``, those that kit sets besides, and over them the user's."""
     env = {
+        **given,
         "NODEKIT_RUN_ID": run_id,
         "NODEKIT_SNAPSHOT_DIR": f"{node_dir}/snapshots",
         "NODEKIT_OUTPUT_DIR": f"{node_dir}/output",
@@ -383,6 +387,10 @@ def _environment(
     if inventory.snapshots.shared is not None:
         env["NODEKIT_SNAPSHOT_DIR"] = f"{inventory.snapshots.shared}/{run_id}"
         env["NODEKIT_SNAPSHOT_SHARED"] = "1"
+    users = {**host.env, **inventory.job.env}
+    env |= users
+    if {found.gpus.row.variable, *found.gpus.row.also} & users.keys():
+        env.pop("NODEKIT_NUM_GPUS", None)  # the user says what the ranks see
     return env
 
 
@@ -412,7 +420,6 @@ def spec_of(
     is_host: bool,
     token: str,
     grace_s: float,
-    skew_s: float = 0.0,
     joins: bool = False,
 ) -> AgentSpec:
     """Return the spec of a node's agent for one generation; pure."""
@@ -435,7 +442,6 @@ def spec_of(
         last_call_s=timings.last_call,
         wait_s=timings.wait,
         hang=timings.hang,
-        skew_s=skew_s,
         copies=1 if inventory.snapshots.shared is not None else inventory.snapshots.copies,
         keep_log_bytes=size_bytes(inventory.logs.keep),
         token=token,
@@ -452,8 +458,14 @@ def sockets(interface: str, address: str) -> dict[str, str]:
     return {**names, "NCCL_SOCKET_FAMILY": "AF_INET6"} if ":" in address else names
 
 
+def _remark(key: str, value: str) -> str:
+    """Return what a variable's value does not say by itself, for people."""
+    is_exact = key == "NCCL_SOCKET_IFNAME" and value.startswith("=")
+    return f"   # {value} means exactly this name" if is_exact else ""
+
+
 def share_threads(facts: Mapping[str, Facts], num_workers: Mapping[str, int]) -> dict[str, dict[str, str]]:
-    """Return OMP_NUM_THREADS for nodes on the same machine; else 1 for several workers, as torchrun does.
+    """Return OMP_NUM_THREADS: nodes on one machine share its cores; else 1 for several workers, as torchrun does.
 
     Otherwise each worker would start a thread per core, and they would compete for the cores.
     """

@@ -6,8 +6,8 @@ import collections
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from nodekit.deploy.host.probes.accelerators import NVIDIA
-from nodekit.deploy.host.probes.xids import HARDWARE_XIDS, OFF_THE_BUS, Xid, parse_xids
+from nodekit.deploy.host.probes.gpu.accelerators import NVIDIA
+from nodekit.deploy.host.probes.gpu.xids import HARDWARE_XIDS, OFF_THE_BUS, Xid, parse_xids
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding, Level
 from nodekit.deploy.plan.gpus import HostGpus, share

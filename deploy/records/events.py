@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from typing import Any, cast
 
 from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.host import current_status
-from nodekit.deploy.host.files import append_private
+from nodekit.deploy.host.files import NOT_FOUND, append_private, check_regular, retried
+from nodekit.deploy.host.files import read as read_file
 from nodekit.deploy.host.schema import EventKind, NodeStatus
+from nodekit.inventory.errors import KitError
 
 FILE = "events.jsonl"
 MAX_KEPT = 20_000  # events while there is no room for them on the disk
@@ -60,10 +63,17 @@ def parse(line: str | bytes) -> Event | None:
     """An event from its line; None for one that is torn, or no event."""
     try:
         fields = json.loads(line)
-        return Event(
-            float(fields.pop("time")), fields.pop("node"), cast(EventKind, str(fields.pop("kind"))), fields
+        when, node, kind, at = (
+            float(fields.pop("time")),
+            fields.pop("node"),
+            fields.pop("kind"),
+            fields.get("at"),
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        is_whole = math.isfinite(when) and isinstance(kind, str) and isinstance(node, str | None)
+        if not is_whole or (at and list(map(type, at)) != [str, int]):
+            return None
+        return Event(when, node, cast(EventKind, kind), fields)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -81,7 +91,7 @@ def objects(lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
     """What has happened, by some lines, as they have it; without those that are torn."""
     found = []
     for line in lines:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             fields = json.loads(line)
             if fields["kind"] not in _REWRITTEN:
                 found.append(fields)
@@ -89,16 +99,38 @@ def objects(lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
 
 
 def read(folder: Path) -> list[Event]:
-    """What has happened in the run whose record lies in `folder`, in the order of time; nothing without a file."""
+    """What has happened in the run whose record lies in `folder`, in the order of time; nothing without a file.
+
+    Raises:
+        KitError: the file cannot be read: anything may have happened.
+    """
+    path = folder / FILE
     try:
-        return parse_all((folder / FILE).read_bytes().splitlines())
-    except OSError:
+        return parse_all(retried(lambda: read_file(str(path))).splitlines())
+    except NOT_FOUND:
         return []
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def now(folder: Path) -> dict[str, NodeStatus]:
-    """What each node of that run does, as it was last heard of."""
-    return current_status.statuses(str(folder))
+    """What each node of that run does, as it was last heard of.
+
+    Raises:
+        KitError: the file cannot be read.
+    """
+    try:
+        return current_status.statuses(str(folder))
+    except OSError as error:
+        raise unreadable(folder / FILE, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> KitError:
+    """What to say of a run's file of events that cannot be read."""
+    return KitError(
+        f"{path} cannot be read: {error.strerror}, so what has happened in this run is not known",
+        cure=f"see to the disk (df {path.parent})",
+    )
 
 
 class Follower:
@@ -113,6 +145,7 @@ class Follower:
     def more(self) -> list[Event]:
         """What is new since the last call; what two supervisors have gathered is there once."""
         try:
+            check_regular(str(self._path))
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
@@ -154,7 +187,7 @@ class Gatherer:
         self.num_lost = 0
         """How many could not even be kept."""
         with contextlib.suppress(OSError):
-            data = self._path.read_bytes()
+            data = read_file(str(self._path))
             for event in filter(
                 None, map(parse, data.splitlines())
             ):  # by their order: a node's clock may jump

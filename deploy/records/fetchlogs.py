@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.connect.channel import on_all
-from nodekit.deploy.host.files import write_private
+from nodekit.deploy.host.files import make_private, write_private
 from nodekit.deploy.records.loglines import Source
 from nodekit.inventory.errors import KitError
 
@@ -118,7 +118,7 @@ def fetch(sources: Sequence[Source], folder: Path, run: Run) -> Fetched:
 
     fetched = Fetched(folder)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         raise KitError(f"{folder}: cannot be made to fetch logs to ({error.strerror})") from error
     with _alone(folder):
@@ -159,9 +159,9 @@ def _take_down(
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    from nodekit.deploy.records import runs
+    from nodekit.deploy.records import locks
 
-    file = runs.locked(folder / "lock")
+    file = locks.locked(folder / "lock")
     if file is None:
         raise KitError(f"{_shown(folder)}: another kit is fetching logs to it", cure="wait for that one")
     with file:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 WINDOW_S = 0.4  # so long a line that has just come waits for older ones of other nodes
 _COLOURS = (36, 35, 32, 33, 34, 91, 96, 95)  # those of deploy/screen/view.py
+# In what faulthandler writes: the frames below the user's script, and the list of all C extensions.
+_KITS_OWN = re.compile(
+    r'  File "(?:[^"]*/deploy/agent/ranks/(?:forkserver|worker)\.py|<frozen runpy>)", line \d+ in |Extension modules: '
+)
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _WHEN = "10m, 2h, 12:03, 2026-11-22 or 2026-11-22T12:03"
 
@@ -140,6 +144,11 @@ def pick_attempts(wanted: str, there: Iterable[str]) -> list[str]:
     return found
 
 
+def is_shown(line: str) -> bool:
+    """Whether a line is of use to who reads a rank's output in a terminal; the log has all of them."""
+    return not _KITS_OWN.match(line)
+
+
 class Window:
     """Lines that come from several nodes, held back for a moment so that they can be put in order."""
 
@@ -202,6 +211,8 @@ class Style:
         if self._json:
             return [json.dumps(line._asdict(), ensure_ascii=False)]
         local = time.localtime(line.time)
+        if self._terminal and not is_shown(line.text):
+            return []
         if not self._terminal:
             when = f"{_exact(line.time)} " if self._times else ""
             return [f"{when}{line.node}:{line.rank} | {line.text}"]

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
-import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from nodekit.deploy.host.files import append_private, write_private
+from nodekit.deploy.host.files import NOT_FOUND, append_private, make_private, read, retried, write_private
 from nodekit.deploy.host.schema import FINISHED, EventKind, Finished
+from nodekit.deploy.records.record_files import (
+    FILE,
+    OF_A_SWEEP,
+    Unreadable,
+    fields_of,
+    folder,
+    told,
+    unreadable_record,
+    waited_for,
+)
 from nodekit.inventory.errors import KitError, NotWritten
 
 Outcome = Finished
@@ -23,6 +31,8 @@ ENDED = FINISHED
 """The states of a run, or of a node, that has come to its end."""
 STOPPED_EXIT = 130
 """Kit's exit status for a run that was stopped, as a shell has it for Ctrl-C."""
+TRIED = ("drills", "selftests")
+"""Where `kit drill` and `kit selftest` have the inventories of their runs, beside the folder of all runs."""
 LIVE = ("starting", "running")  # on record; a `kit up` that was killed cannot write down the rest
 
 
@@ -37,6 +47,8 @@ class Run:
     """The inventory as it was, defaults filled in; no secret is in an inventory."""
     command: list[str] | None
     """The command line's command, in place of the inventory's."""
+    skip_check: bool = False
+    """Whether it was started with --skip-check: to go on without that may be refused."""
     created: float
     started: float = 0.0
     """When this generation was started."""
@@ -69,6 +81,10 @@ class Run:
     number: int = 0
     """Which run of this user it is, counted from 1; 0: it was begun before they were counted."""
 
+    def __post_init__(self) -> None:
+        """Nothing is known of it that this kit does not know."""
+        self._unknown: dict[str, Any] = {}  # fields of another version's: they are written again as they are
+
     @property
     def folder(self) -> Path:
         """Where the record lies."""
@@ -90,9 +106,18 @@ class Run:
         return not self.slurm
 
     @property
+    def is_tried(self) -> bool:
+        """Whether `kit drill` or `kit selftest` has started it, with an inventory of their own."""
+        path, state = Path(self.inventory_path), folder().parent
+        return any(path.is_relative_to(place / each) for place in (state, state.resolve()) for each in TRIED)
+
+    @property
     def num_nodes(self) -> str:
         """How many nodes it has, or has asked for."""
-        return str(len(self.nodes)) if self.is_led_here else str(self.inventory["slurm"]["nodes"])
+        if self.is_led_here:
+            return str(len(self.nodes))
+        asked = self.inventory.get("slurm")
+        return str(asked.get("nodes", "?")) if isinstance(asked, dict) else "?"
 
     @property
     def order(self) -> tuple[int, float]:
@@ -117,16 +142,33 @@ class Run:
 
     @property
     def drained(self) -> frozenset[str]:
-        """The nodes that are to be out of the job (`kit drain`)."""
+        """The nodes that are to be out of the job (`kit drain`).
+
+        Raises:
+            KitError: nobody knows, as of `drained_because`.
+        """
         return frozenset(self.drained_because)
 
     @property
     def drained_because(self) -> dict[str, str]:
-        """The same, with what is broken of those that kit has taken out itself; "" where the user did."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            found = json.loads((self.folder / "drained").read_text(encoding="utf-8"))
+        """The same, with what is broken of those that kit has taken out itself; "" where the user did.
+
+        Raises:
+            KitError: the file is there and cannot be read: any node may be drained.
+        """
+        path = self.folder / "drained"
+        try:
+            found = json.loads(read(str(path)))
             return found if isinstance(found, dict) else dict.fromkeys(found, "")
-        return {}
+        except NOT_FOUND:
+            return {}
+        except OSError as error:
+            raise KitError(
+                f"{path} cannot be read: {error.strerror}", cure=f"see to the disk (df {path.parent})"
+            ) from error
+        except (ValueError, TypeError) as error:
+            cure = "remove it, then kit drain again what is to stay out"
+            raise KitError(f"{path} is damaged: it names no nodes", cure=cure) from error
 
     def drain(self, nodes: Mapping[str, str]) -> None:
         """Tell whoever supervises this run which nodes are to be out of it, as `drained_because`, and no others.
@@ -135,8 +177,8 @@ class Run:
             NotWritten: the disk is full, or gone.
         """
         path = self.folder / "drained"
-        with _told(path):
-            write_private(str(path), json.dumps(dict(sorted(nodes.items()))).encode())
+        with told(path):
+            write_private(str(path), json.dumps(dict(sorted(nodes.items()))).encode(), durable=True)
 
     def finish_stopped(self) -> None:
         """Record that it was stopped; all who see it end write down the same."""
@@ -152,21 +194,40 @@ class Run:
             self._write()
 
     @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self, *, mends: bool = False) -> Iterator[bool]:
         """Change some fields: the others are read anew before, all are written after, and nobody writes in between.
 
         Give a field another value; do not change one that is a list or a dictionary in its place. What raises leaves
         the record as it was, here and on the disk.
 
+        Args:
+            mends: who supervises the run knows all of its record: one that is damaged is written anew from that, and
+                kept as ``run.json.damaged``.
+
+        Yields:
+            Whether it was damaged.
+
         Raises:
-            NotWritten: the disk is full, or gone.
+            NotWritten: the disk is full, or gone; or the record cannot be read.
         """
+        path, is_damaged = str(self.folder / FILE), False
         with self.alone():
-            with _told(self.folder / "run.json"), contextlib.suppress(FileNotFoundError):  # a new run
-                self.reload()
+            try:
+                self._read_anew()
+            except NOT_FOUND:
+                pass  # a new run
+            except OSError as error:
+                cure = f"see to the disk (df {self.folder})"
+                raise NotWritten(f"{path} cannot be read: {error.strerror}", cure=cure) from error
+            except ValueError as error:
+                if not mends:
+                    raise NotWritten(*Unreadable(self.run_id, str(error)).problem) from error
+                is_damaged = True
+                with told(Path(path)):
+                    write_private(f"{path}.damaged", read(path))
             before = dict(vars(self))
             try:
-                yield
+                yield is_damaged
                 self._write()
             except BaseException:
                 vars(self).update(before)
@@ -180,23 +241,33 @@ class Run:
             NotWritten: the disk is full, or gone.
         """
         with contextlib.ExitStack() as stack:
-            with _told(self.folder / "run.json"):
-                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                stack.enter_context(_waited_for(self.folder / "record.lock"))
+            with told(self.folder / "run.json"):
+                make_private(self.folder)
+                stack.enter_context(waited_for(self.folder / "record.lock"))
             yield
 
     def _write(self) -> None:
-        path = self.folder / "run.json"
-        with _told(path):
+        path = self.folder / FILE
+        with told(path):
             if not self.number and not path.exists():
                 self.number = _next_number()
-            write_private(str(path), json.dumps(dataclasses.asdict(self), indent=1).encode(), durable=True)
+            fields = {**self._unknown, **dataclasses.asdict(self)}
+            write_private(str(path), json.dumps(fields, indent=1).encode(), durable=True)
 
     def reload(self) -> None:
-        """Take over what another process has written."""
-        fields = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
-        for name, value in fields.items():
-            setattr(self, name, value)
+        """Take over what another process has written.
+
+        Raises:
+            KitError: there is nothing, or nobody can read it; all is as it was here.
+        """
+        try:
+            self._read_anew()
+        except (OSError, ValueError) as error:
+            raise unreadable_record(self.run_id, error).error() from error
+
+    def _read_anew(self) -> None:
+        path = self.folder / FILE
+        vars(self).update(vars(parse(retried(lambda: read(str(path))), self.run_id)))
 
     def finish(self, state: str, verdict: str, cause: Mapping[str, str] | None = None) -> None:
         """Record the end; nothing where it is on record that the run succeeded, or was started anew since.
@@ -232,214 +303,70 @@ class Run:
         return json.dumps(line).encode() + b"\n"
 
 
-@contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise NotWritten(
-            f"{path} cannot be written: {error.strerror}", cure=f"see to the disk (df {path.parent})"
-        ) from error
-
-
-def folder() -> Path:
-    """``$XDG_STATE_HOME/nodekit/runs``."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "nodekit" / "runs"
-
-
 def new_id(name: str) -> str:
     """``NAME-MMDD-HHMMSS-xx``: sorts by time within a name, and is unique."""
     return f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def all_runs() -> list[Run]:
-    """Every run on record, oldest first; one whose record cannot be read is left out."""
-    found = []
-    for path in folder().glob("*/run.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(Run(**json.loads(path.read_text(encoding="utf-8"))))
-    return sorted(found, key=lambda run: run.order)
-
-
-def find(run_id: str | None) -> Run:
-    """The run with this id, or an unambiguous beginning of it; without an id the latest, as of `latest_of`.
+def parse(data: bytes | str, run_id: str) -> Run:
+    """The run with this id, from what its ``run.json`` holds; fields that only another version knows are kept.
 
     Raises:
-        KitError: there is none, or more than one.
+        ValueError: that is no record of this run, and why.
     """
-    runs = all_runs()
-    if not runs:
-        raise KitError(f"no run on record in {folder()}", cure="start one: kit up INVENTORY")
-    if run_id is None:
-        last = runs[-1]
-        return last if last.sweep else _latest(runs, last.inventory_path) or last
-    found = [run for run in runs if run.run_id == run_id] or [
-        run for run in runs if run.run_id.startswith(run_id)
-    ]
-    if len(found) == 1:
-        return found[0]
-    ids = ", ".join(run.run_id for run in (found or runs)[-8:])
-    if found:
-        raise KitError(f"'{run_id}' begins the ids of {len(found)} runs: {ids}")
-    raise KitError(f"no run '{run_id}' on record; the latest are {ids}")
+    known, unknown = fields_of(data, Run)
+    run = Run(**known)
+    run._unknown = unknown
+    if run.run_id != run_id:
+        raise ValueError(f"it is the record of '{run.run_id}'")
+    if run.state not in (*LIVE, *ENDED):
+        raise ValueError(f"its state '{run.state}' is none that this kit knows")
+    if run.sweep and not OF_A_SWEEP.fullmatch(run.run_id):
+        raise ValueError("it is one of a sweep's runs, and its id has no number")
+    return run
 
 
-def latest_of(inventory_path: Path) -> Run | None:
-    """The latest run of an inventory file, the one that is not over before all others; without those of a sweep."""
-    return _latest(all_runs(), str(inventory_path.resolve()))
+def on_record() -> tuple[list[Run], list[Unreadable]]:
+    """Every run on record, oldest first; and each record that cannot be read, or is not this kit's.
+
+    Raises:
+        KitError: nobody knows which there are.
+    """
+    found, unreadable = [], []
+    try:
+        names = sorted(path.name for path in folder().iterdir())
+    except NOT_FOUND:
+        names = []
+    except OSError as error:
+        raise KitError(
+            f"{folder()} cannot be read: {error.strerror}", cure=f"see to the disk (df {folder()})"
+        ) from error
+    for name in names:
+        path, data = str(folder() / name / FILE), b""
+        try:
+            data = retried(lambda path=path: read(path))  # type: ignore[misc]
+            found.append(parse(data, name))
+        except NOT_FOUND:
+            continue
+        except (OSError, ValueError) as error:
+            unreadable.append(unreadable_record(name, error, data))
+    return sorted(found, key=lambda run: run.order), unreadable
 
 
-def _latest(runs: Sequence[Run], inventory_path: str) -> Run | None:
-    own = [run for run in runs if run.inventory_path == inventory_path and not run.sweep]
-    return max(own, key=lambda run: (run.state in LIVE, run.order), default=None)
+def all_runs() -> list[Run]:
+    """Every run on record, oldest first, without those whose record cannot be read: nothing may follow from these."""
+    return on_record()[0]
 
 
 def _next_number() -> int:
     """The number of a new run."""
-    with _waited_for(folder().parent / "runs.count") as file:
+    with waited_for(folder().parent / "runs.count") as file:
         text = file.read().strip()
         number = 1 + (int(text) if text.isdigit() else max((run.number for run in all_runs()), default=0))
         file.seek(0)
         file.truncate()
         file.write(str(number))
     return number
-
-
-def sweep(run_id: str | None) -> list[Run]:
-    """The runs of the sweep with this id, or an unambiguous beginning of it; without an id of the latest run's.
-
-    Empty where that is not a sweep.
-    """
-    runs = all_runs()
-    if run_id is None:
-        ids = {run.sweep for run in runs[-1:]}
-    else:
-        ids = {run.sweep or run.run_id for run in runs if run.run_id.startswith(run_id)}
-        ids = ids & {run_id} or ids
-    if len(ids) != 1 or (run_id and not all(each.startswith(run_id) for each in ids)):
-        return []
-    found = [run for run in runs if run.sweep and run.sweep in ids]
-    return sorted(found, key=lambda run: int(run.run_id.rpartition(".")[2]))
-
-
-@contextlib.contextmanager
-def _waited_for(path: Path) -> Iterator[IO[str]]:
-    """A file of ours (0600, made if it is not there), locked while in use; whoever else wants it waits."""
-    path.touch(mode=0o600)
-    with path.open("r+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
-
-
-def locked(path: Path) -> IO[str] | None:
-    """A file of ours (0600, made if it is not there), locked until it is closed; None while another has it."""
-    path.touch(mode=0o600)
-    file = path.open("r+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
-
-
-def _sign(file: IO[str]) -> None:
-    with contextlib.suppress(OSError):  # a full disk: it is locked all the same
-        os.ftruncate(file.fileno(), 0)
-        os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
-
-
-class SupervisorLock:
-    """Only one supervisor acts for a run; others watch, and one of them takes over when it ends."""
-
-    def __init__(self, run: Run) -> None:
-        self._path = run.folder / "supervisor.lock"
-        self._file: IO[str] | None = None
-
-    def acquire(self) -> bool:
-        """Acquire the lock without blocking; False if another process holds it."""
-        if self._file is not None:
-            return True
-        with _told(self._path):
-            self._file = locked(self._path)
-        if self._file is None:
-            return False
-        _sign(self._file)
-        return True
-
-    def owner(self) -> str:
-        """The pid of the process that holds it, or held it last."""
-        with contextlib.suppress(OSError):
-            return self._path.read_text() or "?"
-        return "?"
-
-    def release(self) -> None:
-        """Let another supervisor act."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def is_supervised(run: Run) -> bool:
-    """Whether somebody acts for a run."""
-    lock = SupervisorLock(run)
-    taken = lock.acquire()
-    lock.release()
-    return not taken
-
-
-def current(inventory_path: Path, command: Sequence[str] | None, *, is_new: bool) -> Run | None:
-    """The run that a `kit up` is about: the inventory's latest, when it runs the same command.
-
-    Raises:
-        KitError: it is not over, and `is_new`, or runs another command.
-    """
-    run = latest_of(inventory_path)
-    if run is None:
-        return None
-    same = (run.command or run.inventory["job"].get("command")) == (list(command) if command else None)
-    if run.state in LIVE and is_new:
-        raise KitError(f"{run.run_id} of this inventory is not over", cure=f"kit down {run.run_id} stops it")
-    if run.state in LIVE and not same:
-        raise KitError(
-            f"{run.run_id} of this inventory is running another command",
-            cure=f"kit down {run.run_id} stops it; to run both, copy the inventory file",
-        )
-    return run if same and not is_new else None
-
-
-@contextlib.contextmanager
-def starting(inventory_path: Path) -> Iterator[None]:
-    """Held while a run of this inventory is being started: two `kit up` at once must not start two.
-
-    Raises:
-        KitError: another `kit up` holds it.
-    """
-    path = _starting_path(str(inventory_path.resolve()))
-    with _told(path):
-        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = locked(path)
-    if file is None:
-        raise KitError(
-            f"another kit up (pid {path.read_text().strip() or '?'}) is just starting {inventory_path}",
-            cure="wait for it, then kit up attaches to its run",
-        )
-    with file:
-        _sign(file)
-        yield
-
-
-def starting_lock(run: Run) -> Path:
-    """What a `kit up` holds that is just starting a run of the same inventory."""
-    return _starting_path(str(Path(run.inventory_path).resolve()))
-
-
-def _starting_path(inventory_path: str) -> Path:
-    import hashlib
-
-    name = hashlib.sha256(inventory_path.encode()).hexdigest()[:16]
-    return folder().parent / f"starting-{name}.lock"
 
 
 class RunFolder(NamedTuple):

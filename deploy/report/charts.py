@@ -318,6 +318,7 @@ class Clock:
 
 STATES = {
     "training": "training",
+    "running": "running: the script tells no steps",
     "starting": "starting or restarting",
     "waiting": "waiting",
     "away": "away",

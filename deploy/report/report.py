@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import shlex
 import threading
 import time
@@ -15,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nodekit.deploy.output import whole_file
 from nodekit.inventory.errors import HostError, KitError
 
 if TYPE_CHECKING:  # `kit --help` needs none of these
@@ -38,14 +38,9 @@ def write(path: Path, text: str) -> None:
     Raises:
         KitError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        beside.replace(path)
+        whole_file.write(path, text)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise KitError(
             f"{path}: cannot be written: {error.strerror}", cure="kit report -o FILE writes it elsewhere"
         ) from error
@@ -98,6 +93,7 @@ def build(run: Run, options: SshOptions, *, offline: bool = False) -> str:
     """The page of a run."""
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.report import report_page
+    from nodekit.deploy.story.summary import guess_now
 
     hosts: Mapping[str, Host] = {}
     with contextlib.suppress(KitError):  # an inventory of an older kit may not be read any more
@@ -116,6 +112,7 @@ def build(run: Run, options: SshOptions, *, offline: bool = False) -> str:
             redactor=redactor,
             written=f"kit {metadata.version('nodekit')} on {made}: kit report {shlex.quote(run.run_id)}",
             losses=losses,
+            guess=guess_now(run) if history.step is None else None,
             versions=versions,
             asked=asked,
         )

@@ -10,7 +10,6 @@ import base64
 import collections
 import hashlib
 import shlex
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -21,15 +20,28 @@ import yaml
 from markupsafe import Markup
 
 from nodekit.deploy.agent.ranks.failures import Failure, blames_another, first_cause, how_it_ended
+from nodekit.deploy.agent.telemetry import guess
+from nodekit.deploy.host.schema import Guess
 from nodekit.deploy.output.redact import LEFT_OUT, Redactor
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.report import charts, report_curves
 from nodekit.deploy.report.charts import Clock
+from nodekit.deploy.report.page_rows import (
+    attempt_row,
+    common,
+    event_row,
+    mapping,
+    share_text,
+    snapshot_row,
+    time_of_day,
+    time_text,
+    without_empty,
+)
 from nodekit.deploy.report.report_curves import MOST_LINES, as_float, as_int, size_text
 from nodekit.deploy.story.causes import recognise
 from nodekit.deploy.story.event_text import Narrator, count, duration, metric, names
-from nodekit.deploy.story.history import Attempt, History, Point
+from nodekit.deploy.story.history import History, Point
 from nodekit.deploy.story.verdict import failure_of
 
 MOST_EVENTS = 2000
@@ -57,6 +69,13 @@ CAUSES = {
     "waiting": "too few nodes were there",
     "end": "after the last step: last copies, and the farewell",
 }
+UNTOLD_CAUSES = {
+    "running": "the ranks ran: the script tells no steps, so how much of it counts is not known",
+    "start": "until the ranks ran",
+    "restart": "from a loss or failure until the ranks ran again",
+    "end": "after the ranks had ended: last copies, and the farewell",
+}
+"""In their place where no step was ever told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +90,8 @@ class Source:
     """The program and time of writing."""
     losses: Sequence[Point] = ()
     """A finer loss curve than the samples', if a node answered."""
+    guess: Guess | None = None
+    """How far it seems to be by what it printed, where it told of no step."""
     versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """node → its software versions now; those recorded at the start of the run take precedence."""
     asked: str = ""
@@ -130,9 +151,11 @@ class _View:
     def summary(self) -> dict[str, Any]:
         history, run = self._history, self._run
         ended = history.ended
-        until = f"to {_time(ended)}" if ended else "and goes on"
+        until, was = (f"to {time_text(ended)}", "was") if ended else ("until now", "has been")
         verdict = history.verdict or run.verdict
-        when = f"From {_time(history.started)} {until}; it was up for {duration(history.goodput.total_s)}"
+        when = (
+            f"From {time_text(history.started)} {until}; it {was} up for {duration(history.goodput.total_s)}"
+        )
         if len(history.sessions) > 1:
             when += f", in {count(len(history.sessions), 'part')}"
         story, left_out = self._story(), ""
@@ -150,17 +173,26 @@ class _View:
 
     def _tiles(self) -> Iterable[tuple[str, str, str]]:
         history = self._history
-        step = "–" if history.step is None else f"{history.step:,}"
-        yield "Step", step, f"of {history.total_steps:,}" if history.total_steps else ""
+        if history.step is None:
+            is_guessed = self._source.guess is not None
+            yield "Step", guess.brief(self._source.guess), "by what it printed" if is_guessed else ""
+        else:
+            yield "Step", f"{history.step:,}", f"of {history.total_steps:,}" if history.total_steps else ""
         last = history.attempts[-1] if history.attempts else None
         most = max((len(each.members) for each in history.attempts), default=0)
         now = f"{len(last.members)}" if last else "–"
         ranks = f"{count(last.world_size, 'rank')}" if last and last.world_size else ""
         at_most = f", {most} at most" if last and most > len(last.members) else ""
         yield "Nodes", now, ranks + at_most
-        yield "Goodput", f"{history.goodput.share:.1%}", "of the time trained steps that count"
+        is_told = history.goodput.is_told
+        yield (
+            "Goodput",
+            share_text(history.goodput),
+            "of the time trained steps that count" if is_told else "no step was told",
+        )
         redone = sum(each.redone_steps for each in history.attempts)
         again = f"{count(redone, 'step')} done again" if redone else "no step done again"
+        again = again if is_told else ""
         yield "Restarts", f"{history.restarts}", again
         for name, (value, at) in list(history.best.items())[:4]:
             yield f"Best {name}", metric(name, value), f"at step {at:,}"
@@ -177,7 +209,7 @@ class _View:
         narrator = Narrator()
         told = [(event, text) for event in self._source.events for text in narrator.tell(event)]
         # Evaluations have a chart.
-        return [(_time_of_day(event.time), text) for event, text in told if event.kind != "evaluation"]
+        return [(time_of_day(event.time), text) for event, text in told if event.kind != "evaluation"]
 
     # --- timeline ---
 
@@ -189,18 +221,19 @@ class _View:
             end = now if each.ended is None else each.ended
             told = f"attempt {each.attempt} with {names(each.members)}, for {duration(end - each.started)}"
             bars.append((each.attempt, each.started, end, told + (f"; {each.why}" if each.why else "")))
-            rows.append(self._attempt_row(each))
+            rows.append(attempt_row(each))
         spans = {
             name: own for name, own in history.spans.items() if any(span.state != "ended" for span in own)
         }
         trained = {
-            name: sum(span.end - span.start for span in own if span.state == "training")
+            name: sum(span.end - span.start for span in own if span.state in ("training", "running"))
             for name, own in spans.items()
         }
-        each_node = ", ".join(f"{name} trained for {duration(seconds)}" for name, seconds in trained.items())
+        did = "trained" if history.goodput.is_told else "ran"
+        each_node = ", ".join(f"{name} {did} for {duration(seconds)}" for name, seconds in trained.items())
         if len(trained) > MOST_LINES:
             least, most = duration(min(trained.values())), duration(max(trained.values()))
-            each_node = f"each of {len(trained)} nodes trained for {least}"
+            each_node = f"each of {len(trained)} nodes {did} for {least}"
             each_node += "" if least == most else f" to {most}"
         up = duration(self.clock.total_s)
         generations = len({each.generation for each in history.attempts})
@@ -209,7 +242,7 @@ class _View:
         where = [
             [
                 name,
-                _time_of_day(span.start),
+                time_of_day(span.start),
                 duration(span.end - span.start),
                 charts.STATES.get(span.state, span.state),
                 span.why,
@@ -220,48 +253,40 @@ class _View:
         ]
         return {
             "has_timeline": bool(spans),
-            "states": charts.STATES,
+            "states": {
+                state: name
+                for state, name in charts.STATES.items()
+                if state != ("running" if history.goodput.is_told else "training")
+            },
             "timeline": charts.timeline(spans, bars, self.clock, summary=summary),
             "timeline_summary": summary,
             "attempts": rows,
             "spans": where[:400],
         }
 
-    def _attempt_row(self, attempt: Attempt) -> list[str]:
-        rate = attempt.steps_per_s
-        first = attempt.resumed_at
-        why = attempt.why or ("" if attempt.ended else "it is running")
-        return [
-            attempt.attempt,
-            _time_of_day(attempt.started),
-            names(attempt.members),
-            str(attempt.world_size or "–"),
-            "–" if first is None else f"{first:,}",
-            "–" if attempt.last_step is None else f"{attempt.last_step:,}",
-            duration(attempt.trained_s) if attempt.first_step_time is not None else "–",
-            f"{rate:.3g}" if rate else "–",
-            f"{attempt.redone_steps:,}",
-            "trained to its end" if why == "done" else why,
-        ]
-
     # --- goodput ---
 
     def goodput(self) -> dict[str, Any]:
         goodput = self._history.goodput
         total = goodput.total_s or 1.0
-        seconds = {"trained": goodput.trained_s, **goodput.lost}
+        used = {"trained": goodput.trained_s} if goodput.is_told else {"running": goodput.untold_s}
+        seconds = {**used, **goodput.lost}
         bars, rows = [], []
         for name, each in seconds.items():
             share = f"{each / total:.1%}"
             bars.append((name, each / total, f"{name}: {duration(each)}, {share}"))
             swatch = Markup('<span class="swatch c-{0}"></span>{0}').format(name)
-            rows.append([swatch, CAUSES.get(name, ""), duration(each), share])
+            what = CAUSES if goodput.is_told else {**CAUSES, **UNTOLD_CAUSES}
+            rows.append([swatch, what.get(name, ""), duration(each), share])
         lost = sorted(((each, name) for name, each in goodput.lost.items() if each >= 0.05), reverse=True)
         rest = ", ".join(f"{name} {duration(each)}" for each, name in lost)
-        summary = f"{goodput.share:.1%} of {duration(goodput.total_s)} trained steps that count; "
+        summary = f"{share_text(goodput)} of {duration(goodput.total_s)} trained steps that count; "
+        if not goodput.is_told:
+            summary = f"In {duration(goodput.untold_s)} of {duration(goodput.total_s)} the ranks ran; "
         summary += f"the rest: {rest}." if rest else "nothing was lost."
         return {
-            "goodput_share": f"{goodput.share:.1%}",
+            "goodput_is_told": goodput.is_told,
+            "goodput_share": share_text(goodput),
             "goodput_total": duration(goodput.total_s),
             "goodput_bar": charts.bar(bars, title="Goodput", summary=summary),
             "goodput_rows": [*rows, ["all", "while the run was up", duration(goodput.total_s), "100 %"]],
@@ -287,11 +312,11 @@ class _View:
         shown = "What is on record of the snapshots"
         if len(groups) > MOST_SNAPSHOTS:
             shown += f", the last {MOST_SNAPSHOTS} of {len(groups)} notes"
-        settings = _mapping(self._run.inventory.get("snapshots"))
+        settings = mapping(self._run.inventory.get("snapshots"))
         newest = {str(event.node): event for event in snapshots}
         return {
             "snapshots_text": text,
-            "snapshot_rows": [_snapshot_row(*each) for each in sorted(groups.items())[-MOST_SNAPSHOTS:]],
+            "snapshot_rows": [snapshot_row(*each) for each in sorted(groups.items())[-MOST_SNAPSHOTS:]],
             "snapshots_caption": shown,
             "snapshot_places": self._snapshot_places(newest, is_shared=bool(settings.get("shared"))),
             "copies_text": self._copies(settings),
@@ -303,7 +328,7 @@ class _View:
             what = "in the shared folder" if is_shared else "–"
             if (last := newest.get(name)) is not None:
                 what = f"step {as_int(last.get('step')):,}, {size_text(as_int(last.get('bytes')))}"
-            places.append([name, what, _mapping(plan.get("env")).get("NODEKIT_SNAPSHOT_DIR", "–")])
+            places.append([name, what, mapping(plan.get("env")).get("NODEKIT_SNAPSHOT_DIR", "–")])
         return places
 
     def _copies(self, settings: Mapping[str, Any]) -> str:
@@ -339,7 +364,7 @@ class _View:
         if run.slurm:
             rows.append(["Slurm", ", ".join(f"{key} {value}" for key, value in run.slurm.items())])
         rows.append(
-            ["folder on the nodes", _common(str(node.get("code_dir", "")) for node in run.nodes.values())]
+            ["folder on the nodes", common(str(node.get("code_dir", "")) for node in run.nodes.values())]
         )
         skew = f"{run.skew_s * 1000:.1f} ms apart; times in this report are by the clock of who supervised it"
         rows.append(["clocks", skew])
@@ -397,7 +422,7 @@ class _View:
                         "cause": cause,
                         "title": f"rank {failure.rank} on {failure.node}",
                         "what": f"{how}, attempt {attempt}: {how_it_ended(failure.exitcode)}",
-                        "where": f"At {_time(failure.when)}; full log: {failure.node}:{failure.log}",
+                        "where": f"At {time_text(failure.when)}; full log: {failure.node}:{failure.log}",
                         "error": "\n".join([failure.error or "it wrote nothing", *failure.kernel]),
                     }
                 )
@@ -407,7 +432,7 @@ class _View:
     # --- inventory, events ---
 
     def inventory(self) -> dict[str, Any]:
-        shown = _without_empty(self._run.inventory)
+        shown = without_empty(self._run.inventory)
         return {
             "inventory_path": self._run.inventory_path,
             "inventory": yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=100),
@@ -419,7 +444,7 @@ class _View:
         shown = [event for event in self._source.events if event.kind != "sample"]
         num_samples = len(self._source.events) - len(shown)
         kept = shown[-MOST_EVENTS:]
-        rows = [_event_row(event) for event in kept]
+        rows = [event_row(event) for event in kept]
         note = f"{count(len(shown), 'event')}, {count(num_samples, 'sample')} not among them."
         if len(kept) < len(shown):
             note += f" These are the last {len(kept):,}; all are in events.jsonl of the run's record."
@@ -430,70 +455,3 @@ class _View:
             "kinds": sorted({row["kind"] for row in rows}),
             "about": sorted({row["node"] for row in rows}),
         }
-
-
-def _snapshot_row(key: tuple[int, int], notes: Sequence[Event]) -> list[str]:
-    """Return the row of a snapshot: (step, generation), and the nodes' records of it."""
-    size = max(as_int(each.get("bytes")) for each in notes)
-    return [
-        f"{key[0]:,}",
-        str(key[1]),
-        size_text(size) if size else "–",
-        names(sorted({str(each.node) for each in notes})),
-        f"{max(as_float(each.get('pause_s')) for each in notes):.3f} s",
-        f"{max(as_int(each.get('count')) or 1 for each in notes)}",
-    ]
-
-
-def _event_row(event: Event) -> dict[str, str]:
-    hidden = ("run", "at", "about", "about_start")
-    fields = [
-        (key, value) for key, value in event.fields.items() if key not in hidden and value not in (None, "")
-    ]
-    text = " · ".join(f"{key} {_flat(value)}" for key, value in fields)
-    more = ""
-    if len(text) > 220 or "\n" in text:
-        more = "\n".join(f"{key}: {_flat(value)}" for key, value in fields)
-        text = " ".join(text.split())[:200] + " …"
-    return {
-        "time": _time(event.time),
-        "node": str(event.about or "supervisor"),
-        "kind": event.kind,
-        "text": text,
-        "more": more,
-    }
-
-
-def _flat(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_flat(each)}" for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(_flat(each) for each in value)
-    return str(value)
-
-
-def _without_empty(value: Any) -> Any:
-    """Return an inventory without its empty values."""
-    if isinstance(value, Mapping):
-        return {key: _without_empty(each) for key, each in value.items() if each not in (None, {}, [], ())}
-    if isinstance(value, list | tuple):
-        return [_without_empty(each) for each in value]
-    return value
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
-
-
-def _time_of_day(seconds: float) -> str:
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _common(folders: Iterable[str]) -> str:
-    return ", ".join(list(dict.fromkeys(each for each in folders if each))[:3]) or "–"
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

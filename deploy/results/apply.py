@@ -17,7 +17,7 @@ from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, on_all, 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.output import terminal
 from nodekit.deploy.plan import plan
-from nodekit.deploy.records import runs
+from nodekit.deploy.records import find_runs, runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.training.apply import as_json
@@ -65,7 +65,7 @@ def find(name: str | None, weights: str) -> Run | Path:
         KitError: there is neither.
     """
     if name is None:
-        return runs.find(None)
+        return find_runs.find(None)
     folder = Path(name).expanduser()
     for each in (folder, folder / weights):
         if (each / FACTS).is_file():
@@ -75,7 +75,7 @@ def find(name: str | None, weights: str) -> Run | Path:
     if "/" in name:
         raise KitError(f"{no_weights if folder.is_dir() else f'there is no folder {name}'}: {wanted}")
     try:
-        return runs.find(name)
+        return find_runs.find(name)
     except KitError as error:
         raise KitError(f"{error}; the folder {no_weights}" if folder.is_dir() else str(error)) from None
 
@@ -200,7 +200,7 @@ def _apply(
     """
     data = [] if options.data is None else ["--data", options.data]
     with _place(source, options) as (about, place, channel, node):
-        print(f"loading {about} (stopped after {options.timeout_s:g} s)", file=sys.stderr, flush=True)
+        print(f"loading {about} (at most {options.timeout_s:g} s)", file=sys.stderr, flush=True)
         done = channel.stream(
             "attend",
             lambda _: None,

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nodekit.deploy.records import runs
-from nodekit.deploy.records.runs import Run, SupervisorLock
+from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.records import find_runs, locks, record_files, runs
+from nodekit.deploy.records.locks import SupervisorLock
+from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
@@ -88,13 +90,16 @@ def chosen(names: Sequence[str], older_than: str | None) -> tuple[list[Run], lis
     """
     if not names and older_than is None:
         raise KitError("kit rm: wanted RUN…, or --older-than 30d; kit runs shows which there are")
-    on_record, notes = runs.all_runs(), []
+    for name in names:
+        find_runs.check_id(name)
+    (on_record, unreadable), notes = runs.on_record(), []
+    ids = [*(run.run_id for run in on_record), *(each.run_id for each in unreadable)]
     found: dict[str, Run] = {}
     for name in names:
-        if _ID.fullmatch(name) and not any(run.run_id.startswith(name) for run in on_record):
+        if _ID.fullmatch(name) and not any(each.startswith(name) for each in ids):
             notes.append(f"{name} is not on record: nothing to remove")
             continue
-        found.update({run.run_id: run for run in runs.sweep(name) or [runs.find(name)]})
+        found.update({run.run_id: run for run in find_runs.sweep(name) or [find_runs.find(name)]})
     if older_than is not None:
         before = time.time() - age_s(older_than)
         wanted = list(found.values()) if names else on_record
@@ -102,6 +107,8 @@ def chosen(names: Sequence[str], older_than: str | None) -> tuple[list[Run], lis
         for run in [run for run in found.values() if run.state in runs.LIVE]:
             notes.append(f"{run.run_id} is {run.state}, and stays")
             del found[run.run_id]
+        if not names:
+            notes += [f"{each.error()}; {each.run_id} stays" for each in unreadable]
         if not found:
             notes.append(f"no run that ended more than {older_than} ago")
     return list(found.values()), notes
@@ -130,20 +137,38 @@ def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str
             )
 
         told: set[tuple[str, str]] = set()
-        for host, found in on_all(by_host, look).items():
+        alive: set[tuple[tuple[str, str], str]] = set()
+        answers = on_all(by_host, look)
+        folders = hostfacts.folders(
+            {host: each["shared"] for host, each in answers.items() if not isinstance(each, Exception)}
+        )
+        for host, found in answers.items():
             if isinstance(found, Exception):
                 removal.problems.append(str(found))
                 continue
-            by_host[host].found = found
-            if (key := by_host[host].key) in told:
-                continue
-            told.add(key)
-            if found["alive"]:
-                what = "; ".join(found["alive"])
-                removal.problems.append(f"{host}: {what}; kit down {run.run_id} ends it")
-            elif found["problem"]:
+            by_host[host].found = {**found, "shared": folders[host]}
+            key = by_host[host].key
+            # A folder is every host's that shares it; what runs is each host's own, and found again only by hosts that
+            # are one machine.
+            if what := [each for each in found["alive"] if (key, each) not in alive]:
+                alive |= {(key, each) for each in what}
+                removal.problems.append(f"{host}: {'; '.join(what)}; kit down {run.run_id} ends it")
+            elif found["problem"] and key not in told:
                 removal.problems.append(f"{host}: {found['problem']}")
+            elif not found["problem"] and (why := _not_seen_gone(run, host, found)):
+                removal.problems.append(why)
+            told.add(key)
         yield removal, channels
+
+
+def _not_seen_gone(run: Run, host: str, found: Mapping[str, Any]) -> str:
+    """Why a run that is on record as running may do so on a host whose agent has not been seen to be gone."""
+    if run.state not in runs.LIVE or not run.is_led_here or not found["there"] or host in found["agents"]:
+        return ""
+    return (
+        f"{host}: {run.run_id} is {run.state}, as far as is known here, and no agent.json there says which process "
+        f"its agent was; kit down {run.run_id} ends it"
+    )
 
 
 def _arguments(run: Run, place: Place) -> dict[str, Any]:
@@ -189,7 +214,7 @@ def remove_record(run: Run) -> None:
     """Remove a run's record: out of sight in one step, then file by file."""
     if run.folder.is_symlink():
         raise KitError(f"{run.folder} is a link, and what it points to may be anybody's; remove it by hand")
-    half = runs.folder().parent / f"removing-{run.run_id}"
+    half = record_files.folder().parent / f"removing-{run.run_id}"
     shutil.rmtree(half, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
         run.folder.rename(half)
@@ -204,7 +229,7 @@ def held(run: Run) -> Iterator[None]:
         KitError: somebody does.
     """
     lock = SupervisorLock(run)
-    with runs.starting(Path(run.inventory_path)):
+    with locks.starting(Path(run.inventory_path)):
         if not lock.acquire():
             raise KitError(
                 f"{run.run_id} is running, supervised by process {lock.owner()}; kit down {run.run_id} stops it"
@@ -216,10 +241,25 @@ def held(run: Run) -> Iterator[None]:
 
 
 def remove_sweep(removal: Removal, channels: Mapping[str, HostChannel]) -> None:
-    """With the last run of a sweep goes the code that they shared."""
+    """With the last run of a sweep goes the code that they shared.
+
+    Raises:
+        KitError: the record of another one cannot be read: it may be running by that code.
+    """
     run = removal.run
     sweep_id = run.sweep
-    if not sweep_id or runs.sweep(sweep_id) or not removal.places:
+    if not sweep_id or not removal.places:
+        return
+    others, unreadable = runs.on_record()
+    for each in unreadable:
+        if each.is_of(sweep_id):
+            found, wanted, cure = each.problem
+            raise KitError(
+                f"{run.run_id} is removed; the code that the runs of {sweep_id} share stays: {found}",
+                wanted,
+                cure,
+            )
+    if any(each.sweep == sweep_id for each in others):
         return
     place = removal.places[0]
     shared = Place(

@@ -14,7 +14,7 @@ from nodekit.deploy.backend import backend_of
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.output import plot, terminal
 from nodekit.deploy.output.plot import Curve
-from nodekit.deploy.records import runs
+from nodekit.deploy.records import find_runs, runs
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.runs.runs_table import duration
 from nodekit.deploy.story.history import History
@@ -185,7 +185,7 @@ def read(names: Sequence[str], options: SshOptions) -> list[Compared]:
     Raises:
         KitError: fewer than two, or too many, or none on record.
     """
-    found = list({run.run_id: run for run in map(runs.find, names)}.values())
+    found = list({run.run_id: run for run in map(find_runs.find, names)}.values())
     if not 2 <= len(found) <= MAX_RUNS:
         raise KitError(
             f"kit runs --compare: found {len(found)} run{'s' * (len(found) != 1)}", wanted=f"2 to {MAX_RUNS}"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import fcntl
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nodekit.deploy.agent.telemetry import guess
 from nodekit.deploy.output import terminal
-from nodekit.deploy.records import runs
+from nodekit.deploy.records import find_runs, locks, runs
+from nodekit.deploy.screen.verdict_screen import resume_command
+from nodekit.deploy.story.event_text import metric
 from nodekit.inventory.errors import KitError
 
 LEFT = "left"
@@ -42,27 +44,23 @@ class Row:
     def verdict(self) -> str:
         """How it ended, in a line; of one that is left, what to do."""
         if self.state == LEFT:
-            file = shlex.quote(terminal.shown_path(self.run.inventory_path))
-            return f"nobody looks after it: kit up {file} does again, kit down {self.run.run_id} stops it"
-        return f"{self.run.sweep_values}  {self.run.verdict}".strip()
-
-    def _guess(self) -> str:
-        found = self.numbers.get("guess") or {}
-        if found.get("step") is not None:
-            return f"~{found['step']}" + (f"/{found['total_steps']}" if found.get("total_steps") else "")
-        return "–" if found.get("epoch") is None else f"~epoch {found['epoch']}"
+            again = resume_command(self.run)
+            return f"nobody looks after it: {again} does again, kit down {self.run.run_id} stops it"
+        problem = self.numbers.get("problem", "")
+        return "  ".join(filter(None, [self.run.sweep_values, self.run.verdict, problem]))
 
     def cells(self) -> dict[str, str]:
         """One for each column, as text."""
         run, step, total = self.run, self.numbers.get("step"), self.numbers.get("total_steps")
         goodput = self.numbers.get("goodput")
+        guessed = guess.brief(self.numbers.get("guess"))
         return {
             "run": run.run_id,
             "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created)),
             "took": duration(self.numbers["seconds"]) if self.numbers.get("seconds") else "–",
             "nodes": run.num_nodes,
-            "step": self._guess() if step is None else f"{step}/{total}" if total else str(step),
-            "best": f"{self.headline[0]} {self.headline[1]:.4g}" if self.headline else "–",
+            "step": guessed if step is None else f"{step}/{total}" if total else str(step),
+            "best": f"{self.headline[0]} {metric(*self.headline)}" if self.headline else "–",
             "goodput": "–" if goodput is None else f"{goodput:.0%}",
             "state": self.state,
             "verdict": self.verdict,
@@ -82,7 +80,7 @@ def is_left(run: runs.Run) -> bool:
     """Whether a run is on record as running here, and no process is that starts or supervises it."""
     if run.state not in runs.LIVE or not run.is_led_here:
         return False
-    return not any(_is_held(path) for path in (run.folder / "supervisor.lock", runs.starting_lock(run)))
+    return not any(_is_held(path) for path in (run.folder / "supervisor.lock", locks.starting_lock(run)))
 
 
 def _is_held(path: Path) -> bool:
@@ -103,6 +101,7 @@ def chosen(found: Sequence[runs.Run], name: str | None, last: int | None) -> lis
     Raises:
         KitError: none of those on record.
     """
+    find_runs.check_id(name)
     if name:
         path = Path(name)
         paths = {str(path.absolute()), str(path.resolve())}

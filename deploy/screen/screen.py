@@ -8,9 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.text import Span, Text
+from rich.text import Text
 
 from nodekit.deploy.records.runs import ENDED
+from nodekit.deploy.screen.screen_text import (
+    BLOCKS,
+    cut,
+    num_digits,
+    number_text,
+    rate_text,
+    rule,
+    spark,
+    spread,
+    styled,
+    wrapped,
+)
 from nodekit.deploy.story.event_text import count, duration, metric
 
 GOOD = ("running", "waiting", "succeeded")
@@ -18,9 +30,9 @@ BAD = ("failed", "unreachable", "gone")
 GIB = 2**30
 QUIET_S = 10.0  # of a node that runs: from then on its silence is marked
 
-_BLOCKS = " ▁▂▃▄▅▆▇█"
 _MOST_EVENTS = 12
 _MOST_CHART = 5
+_CLOCK_WIDTH = 10  # before an event: the time, and two spaces
 _WIDE = 140  # beyond this a table's columns are only further apart
 
 
@@ -79,6 +91,11 @@ class Model:
     help: Sequence[tuple[str, str]] | None = None
     """Shown in place of all else: (key, sentence)."""
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether no host has answered yet: nothing is known of its nodes, however far the job is."""
+        return bool(self.nodes) and all(node.state == "connecting" for node in self.nodes)
+
 
 def render(model: Model, width: int, height: int | None) -> RenderableType:
     """The whole screen: at most `height` lines (None: as many as there are) of at most `width` columns."""
@@ -95,7 +112,7 @@ def lines(model: Model, width: int, height: int | None) -> list[Text]:
         body = [_title(model, width), Text(), *_help(model.help)]
     elif model.log is not None:
         room = 1000 if height is None else height - 3
-        body = [_title(model, width), _rule(f"log of {model.chosen}", width), *_log(model.log, width, room)]
+        body = [_title(model, width), rule(f"log of {model.chosen}", width), *_log(model.log, width, room)]
     else:
         body = _overview(model, width, None if height is None else height - len(foot))
     if height is not None:
@@ -107,14 +124,25 @@ def lines(model: Model, width: int, height: int | None) -> list[Text]:
     return [*body, *foot]
 
 
-def closing(model: Model, num_events: int) -> RenderableType:
-    """What is left on the terminal of a screen that is closed: where the run is, and the last events."""
-    events = _events(model, 1000, min(num_events, len(model.events)))
+def closing(model: Model, num_events: int, width: int) -> RenderableType:
+    """What is left on the terminal of a screen that is closed: where the run is, and the last events.
+
+    Args:
+        model: of the run.
+        num_events: how many of its events.
+        width: of the terminal: longer sentences go on below, from the next word.
+    """
+    events = []
+    for line in _events(model, 1000, min(num_events, len(model.events))):
+        first, *more = wrapped(line.plain, width, indent=_CLOCK_WIDTH).split("\n")
+        events.append(Text().append(first[:_CLOCK_WIDTH], "dim").append(first[_CLOCK_WIDTH:]))
+        events += map(Text, more)
     if model.state in ENDED:
         return Group(*events)  # who closes it says how it ended
     step = "" if model.step is None else f", step {model.step:,}"
     total = f" of {model.total_steps:,}" if step and model.total_steps else ""
-    return Group(*events, Text(f"{model.run_id}: {model.state}, {_here(model)}{step}{total}"))
+    here = "" if model.is_unknown or not model.nodes else f", {_here(model)}"
+    return Group(*events, Text(f"{model.run_id}: {model.state}{here}{step}{total}"))
 
 
 def _here(model: Model) -> str:
@@ -164,7 +192,7 @@ def _title(model: Model, width: int) -> Text:
     here = sum(node.state in GOOD for node in model.nodes)
     parts = (
         [f"{here} of {count(len(model.nodes), 'node')}"]
-        if model.state not in ("succeeded", "stopped")
+        if model.nodes and model.state not in ("succeeded", "stopped") and not model.is_unknown
         else []
     )
     parts += [f"generation {model.generation}"] if model.generation else []
@@ -177,13 +205,13 @@ def _title(model: Model, width: int) -> Text:
         if left.cell_len + len(part) + 3 + len(clock) + 2 > width:
             break
         left.append(" · ", "dim").append(part)
-    return _spread(left, Text(clock, "dim"), width)
+    return spread(left, Text(clock, "dim"), width)
 
 
 def _progress(model: Model, width: int) -> Text:
     """The bar, the share, the steps, the time left; less of it in a narrow window."""
     if model.step is None:
-        return Text(model.said or "no step yet", "dim")
+        return Text(model.said or ("not known yet" if model.is_unknown else "no step yet"), "dim")
     rate = f"{model.rate:,.{1 if model.rate < 100 else 0}f} steps/s" if model.rate else ""
     if not model.total_steps:
         said = f"  {model.said}" if model.said else ""
@@ -240,8 +268,8 @@ def _table(model: Model, width: int, rows: int) -> list[Text]:
                 style = "bold cyan"
             parts += [(" " * gap if number else "", ""), (_pad(text, widths[column], column), style)]
         if node.why and (room := width - sum(len(text) for text, _ in parts) - gap) > 8:
-            parts += [(" " * gap, ""), (_cut(node.why, room), "yellow")]
-        result.append(_styled(parts))
+            parts += [(" " * gap, ""), (cut(node.why, room), "yellow")]
+        result.append(styled(parts))
     if hidden:
         states: dict[str, int] = {}
         for node in hidden:
@@ -271,18 +299,20 @@ def _columns(nodes: Sequence[Node]) -> list[_Column]:
     return [
         _Column("NODE", 100, lambda node: (node.name, "bold"), left=True),
         _Column("STATE", 99, lambda node: (node.state, _style(node.state)), left=True),
-        _Column("GEN", 20, lambda node: (_number(node.generation), "")),
-        _Column("RESTARTS", 30, lambda node: (_number(node.restarts), "yellow" if node.restarts else "dim")),
+        _Column("GEN", 20, lambda node: (number_text(node.generation), "")),
+        _Column(
+            "RESTARTS", 30, lambda node: (number_text(node.restarts), "yellow" if node.restarts else "dim")
+        ),
         _Column(device, 80, _use),
         _Column("MEMORY", 60, _memory),
         *([_Column("TEMP", 65, _temperature)] if any(map(_temperatures, nodes)) else []),
-        _Column("IN", 50, lambda node: (_rate(node.usage.get("received")), "")),
-        _Column("OUT", 50, lambda node: (_rate(node.usage.get("sent")), "")),
-        _Column("STEP", 90, lambda node: (_number(node.step), "")),
+        _Column("IN", 50, lambda node: (rate_text(node.usage.get("received")), "")),
+        _Column("OUT", 50, lambda node: (rate_text(node.usage.get("sent")), "")),
+        _Column("STEP", 90, lambda node: (number_text(node.step), "")),
         _Column(
             "STEPS/S",
             70,
-            lambda node: ("–" if node.rate is None else f"{node.rate:,.{_digits(node.rate)}f}", ""),
+            lambda node: ("–" if node.rate is None else f"{node.rate:,.{num_digits(node.rate)}f}", ""),
         ),
         _Column("QUIET", 75, _quiet),
     ]
@@ -295,7 +325,7 @@ def _use(node: Node) -> tuple[str, str]:
         share = node.usage.get("cpu")
         return ("–", "dim") if share is None else (f"{share:.0%}".replace("%", " %"), "")
     bars = (
-        "".join(_BLOCKS[1 + round(min(max(share, 0.0), 1.0) * 6)] for share in shares)
+        "".join(BLOCKS[1 + round(min(max(share, 0.0), 1.0) * 6)] for share in shares)
         if len(shares) > 1
         else ""
     )
@@ -358,7 +388,7 @@ def _chart(model: Model, width: int, height: int) -> list[Text]:
     left = Text().append(now, "bold").append(f"   {best}" if best else "", "dim")
     steps = f"steps {model.losses[0][0]:,} – {model.losses[-1][0]:,}"
     curves = spark(model.losses, max(min(width, _WIDE) - label - 3, 5), height - 1)
-    result = [_spread(left, Text(steps, "dim"), min(width, _WIDE))]
+    result = [spread(left, Text(steps, "dim"), min(width, _WIDE))]
     for number, curve in enumerate(curves):
         mark = high if number == 0 else low if number == len(curves) - 1 else ""
         result.append(
@@ -367,37 +397,11 @@ def _chart(model: Model, width: int, height: int) -> list[Text]:
     return result
 
 
-def spark(points: Sequence[tuple[int, float]], width: int, height: int) -> list[str]:
-    """A curve of (step, value) as `height` lines of blocks, `width` columns each: the mean of the steps of a column."""
-    first, last = points[0][0], points[-1][0]
-    span = max(last - first, 1)
-    sums: list[list[float]] = [[] for _ in range(width + 1)]
-    for step, value in points:
-        sums[(step - first) * width // span].append(value)
-    last_of_all = sums.pop()
-    sums[-1] += last_of_all
-    low, high = min(value for _, value in points), max(value for _, value in points)
-    means = [(column, sum(values) / len(values)) for column, values in enumerate(sums) if values]
-    levels = []
-    for column in range(width):
-        while len(means) > 1 and means[1][0] <= column:
-            del means[0]
-        (left, value), (right, following) = means[0], means[min(1, len(means) - 1)]
-        if right > left:  # a column without a point lies between those that have one
-            value += (following - value) * (column - left) / (right - left)
-        share = (value - low) / (high - low) if high > low else 0.0
-        levels.append(1 + round(share * (8 * height - 1)))
-    return [
-        "".join(_BLOCKS[min(max(each - 8 * (height - 1 - row), 0), 8)] for each in levels)
-        for row in range(height)
-    ]
-
-
 def _events(model: Model, width: int, rows: int) -> list[Text]:
     result = []
     for when, sentence in list(model.events)[-rows:]:
         clock = time.strftime("%H:%M:%S", time.localtime(when))
-        result.append(Text().append(f"{clock}  ", "dim").append(_cut(sentence, width - 10)))
+        result.append(Text().append(f"{clock}  ", "dim").append(cut(sentence, width - _CLOCK_WIDTH)))
     return result
 
 
@@ -420,7 +424,7 @@ def _help(found: Sequence[tuple[str, str]]) -> list[Text]:
 
 def _foot(model: Model, width: int) -> Text:
     if model.asks:
-        return Text(_cut(model.asks, width), "bold yellow")
+        return Text(cut(model.asks, width), "bold yellow")
     line = Text()
     for key, text in model.keys:
         if line.cell_len + len(key) + len(text) + 4 > width:
@@ -438,47 +442,5 @@ def _style(state: str) -> str:
     return "bold red" if state in BAD else "yellow"
 
 
-def _number(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"
-
-
-def _digits(value: float) -> int:
-    return 0 if value >= 100 else 1 if value >= 10 else 2
-
-
-def _rate(value: object) -> str:
-    """Bytes per second: `1.2 GB/s`."""
-    if not isinstance(value, int | float):
-        return "–"
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= size * 0.9995:
-            return f"{value / size:.{1 if value < size * 99.95 else 0}f} {unit}/s"
-    return f"{value:.0f} B/s"
-
-
-def _styled(parts: Sequence[tuple[str, str]]) -> Text:
-    """One text of several, each with its style: in one step, for there are hundreds of them on a screen."""
-    spans, at = [], 0
-    for text, style in parts:
-        if style:
-            spans.append(Span(at, at + len(text), style))
-        at += len(text)
-    return Text("".join(text for text, _ in parts), spans=spans)
-
-
 def _pad(text: str, width: int, column: _Column) -> str:
     return text.ljust(width) if column.left else text.rjust(width)
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
-
-
-def _rule(text: str, width: int) -> Text:
-    return Text(f"── {text} " + "─" * max(width - len(text) - 4, 0), "dim")
-
-
-def _spread(left: Text, right: Text, width: int) -> Text:
-    """One at each end of the line; the right one only where there is room."""
-    gap = width - left.cell_len - right.cell_len
-    return left.append(" " * gap).append_text(right) if gap >= 2 else left

@@ -8,12 +8,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from nodekit.deploy.agent.ranks.failures import message_of
 from nodekit.deploy.output.terminal import shown_path
-from nodekit.deploy.records.runs import Run
+from nodekit.deploy.records.runs import ENDED, Run
 from nodekit.deploy.story import leftout
 from nodekit.deploy.story.verdict import Verdict
+from nodekit.inventory.load import example_of
 
 _LABEL_WIDTH = 10
 _FRAME = re.compile(r'\s+File "(?P<path>[^"]+)", line (?P<line>\d+)(?P<where>, in .*)?$')
@@ -187,11 +189,16 @@ def failed_screen(run: Run, verdict: Verdict, more: Sequence[tuple[str, str]] = 
     return screen(
         verdict,
         run_id=run.run_id,
-        resume=resume_command(run),
+        resume=resume_command(run) if is_over(run, verdict) else "",
         more=more,
         width=width,
         height=height,
     )
+
+
+def is_over(run: Run, verdict: Verdict) -> bool:
+    """Whether `kit up` goes on with a run that has ended so; not while nodes that did not hear of it may train on."""
+    return run.state in ENDED or not verdict.may_go_on
 
 
 def with_left_out(run: Run, verdict: Verdict) -> Verdict:
@@ -207,6 +214,8 @@ def terminal() -> tuple[int, int]:
 
 
 def resume_command(run: Run) -> str:
-    """What goes on with a run, from its newest snapshot."""
-    command = f"kit up {shlex.quote(shown_path(run.inventory_path))}"
+    """What goes on with a run, from its newest snapshot, or attaches to it while it runs."""
+    example = example_of(run.inventory_path)
+    inventory = example if example and not Path(example).exists() else shown_path(run.inventory_path)
+    command = f"kit up {shlex.quote(inventory)}{' --skip-check' if run.skip_check else ''}"
     return f"{command} -- {shlex.join(run.command)}" if run.command else command

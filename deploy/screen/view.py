@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import shutil
 import signal
@@ -18,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.output import terminal
 from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.loglines import is_shown
 from nodekit.deploy.records.runs import ENDED, Run
 from nodekit.deploy.supervise.observer import Left, StopAsked
-from nodekit.inventory.errors import NotWritten
+from nodekit.inventory.errors import KitError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -89,12 +89,16 @@ class View:
     def say(self, text: str, *, is_event: bool = False) -> None:  # noqa: ARG002
         """One line, or several; `is_event`: an event tells the same."""
         if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            from nodekit.deploy.screen.screen_text import wrapped
+
+            console = self._live.console
+            console.print(wrapped(text, console.width), markup=False, highlight=False, soft_wrap=True)
         else:
             _print(text)
 
     def log(self, node: str, rank: str, lines: list[str]) -> None:
         """Lines of a rank's output."""
+        lines = [line for line in lines if is_shown(line)]
         if not self._logs or not lines:
             return
         prefix = f"{node}:{rank}".ljust(self._width + 2)
@@ -201,7 +205,10 @@ class FullScreen(View):
         if was_open:
             from nodekit.deploy.screen.screen import closing
 
-            self._console().print(closing(self._watched.model(time.time()), LAST_EVENTS), soft_wrap=True)
+            console = self._console()
+            console.print(
+                closing(self._watched.model(time.time()), LAST_EVENTS, console.width), soft_wrap=True
+            )
 
     def _console(self) -> Any:
 
@@ -402,7 +409,11 @@ class FullScreen(View):
         node, drain = self._node, self._doing.drain
         if node is None or drain is None:
             return
-        undo = node in self._doing.drained()
+        try:
+            undo = node in self._doing.drained()
+        except KitError as error:
+            self._note(str(error))
+            return
         question = (
             f"Take {node} back into the job?" if undo else f"Drain {node}: it saves and leaves the job?"
         )
@@ -412,7 +423,7 @@ class FullScreen(View):
         def then() -> None:
             try:
                 self._note(drain(node, undo, absent))
-            except NotWritten as error:
+            except KitError as error:
                 self._note(str(error))
 
         self._asks = (question, then)
@@ -423,15 +434,8 @@ def _stop() -> None:
 
 
 def _print(text: str) -> None:
-    """Print it, made harmless, for much of it is read through `tee`.
-
-    Where it goes to a file and the disk is full, it is lost, and the run is supervised all the same.
-    """
-    try:
-        print(terminal.harmless(text), flush=True)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+    """Print it, made harmless, for much of it is read through `tee`."""
+    print(terminal.harmless(text), flush=True)
 
 
 class _Words:

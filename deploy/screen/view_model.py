@@ -14,12 +14,14 @@ from nodekit.deploy.agent.telemetry.notes import parse_progress
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.output.terminal import harmless
 from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.loglines import is_shown
 from nodekit.deploy.screen.screen import Model, Node
 from nodekit.deploy.story.event_text import Narrator
 
 RATE_S = 20.0  # what steps per second are taken over
 LOG_LINES = 2000  # of a node
 EVENTS = 500
+AGAIN_S = 5.0  # within which the same sentence is the same thing
 CURVE_POINTS = 1000
 _USAGE = ("cpu", "memory", "memory_total", "interface", "received", "sent", "gpus")
 
@@ -190,7 +192,7 @@ class ViewModel:
         """One more sentence, or several lines of them."""
         self._last_kind = ""
         for line in text.splitlines():
-            if line.strip():
+            if line.strip() and not self._is_told(line.rstrip(), when):
                 if len(self.sentences) == EVENTS:
                     self.sentences.popleft()
                 at = len(self.sentences)
@@ -198,11 +200,15 @@ class ViewModel:
                     at -= 1
                 self.sentences.insert(at, (when, line.rstrip()))
 
+    def _is_told(self, line: str, when: float) -> bool:
+        """Whether it stands there from a moment ago: who only watches may see what the supervisor's event tells."""
+        return any(each == line and abs(when - at) < AGAIN_S for at, each in self.sentences)
+
     def log(self, node: str, rank: str, lines: Sequence[str]) -> None:
         """Lines that a rank has written."""
         row = self._rows.setdefault(node, _Row())
         several = len(row.status.get("workers") or ()) > 1
-        for line in map(harmless, lines):
+        for line in map(harmless, filter(is_shown, lines)):
             row.log.append(f"{rank} │ {line}" if several else line)
 
     def log_of(self, node: str) -> list[str]:

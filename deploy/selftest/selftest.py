@@ -15,12 +15,12 @@ from typing import Any
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.host.files import write_private
+from nodekit.deploy.host.files import make_private, write_private
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import count
 from nodekit.deploy.plan import check, gpus
 from nodekit.deploy.plan.check import Facts
-from nodekit.deploy.records import events, runs
+from nodekit.deploy.records import events, find_runs, record_files
 from nodekit.deploy.selftest import MEMORY_MARK, selftest_command, selftest_report
 from nodekit.deploy.selftest.selftest_command import Done
 from nodekit.deploy.selftest.selftest_report import Anonymous, Part
@@ -62,7 +62,7 @@ def selftest(options: Options) -> int:
             cure="list the hosts of an allocation in another file",
         )
     folder = options.output or (
-        runs.folder().parent / "selftests" / f"{inventory.name}-{time.strftime('%m%d-%H%M%S')}"
+        record_files.folder().parent / "selftests" / f"{inventory.name}-{time.strftime('%m%d-%H%M%S')}"
     )
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise KitError(f"-o {folder} is there and not empty", wanted="a new folder")
@@ -91,7 +91,7 @@ class SelfTest:
         self._engines = options.engines or tuple(ENGINES)
         self._ssh = ["--accept-new-host-keys"] if options.ssh.accept_new_host_keys else []
         self._gpus = gpus.share(inventory.hosts, {name: each.gpus for name, each in facts.items()})
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         # The user's code is not sent: what is trained is kit's own.
         (folder / "code").mkdir()
         (folder / "code/README").write_text("kit selftest trains a task of kit's own.\n", encoding="utf-8")
@@ -202,7 +202,7 @@ class SelfTest:
         result = done.json[0]
         found: list[events.Event] = []
         with contextlib.suppress(KitError):
-            found = events.read(runs.find(result["run"]).folder) if result["run"] else []
+            found = events.read(find_runs.find(result["run"]).folder) if result["run"] else []
         phases = {}
         if result["struck_at"] is not None:
             phases = selftest_report.phases(found, result["struck_at"], result["resumed_s"])

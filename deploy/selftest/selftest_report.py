@@ -57,10 +57,17 @@ def why_unmeasured(network: Mapping[str, Any]) -> str:
 
 
 def of_drill(name: str, result: Mapping[str, Any], phases: Mapping[str, float], seconds: float) -> Part:
-    """Judge a fault by its result in `kit drill --json`: survived, with the unbroken run's losses bit for bit."""
+    """Judge a fault by its result in `kit drill --json`: survived, with the unbroken run's losses.
+
+    Bit for bit with as many ranks, unlike `kit drill`: the self-test's task is deterministic on GPUs, too.
+    """
     curve, problem = result["curve"], str(result["problem"])
     if not problem and curve["sameness"] == "unknown":
         problem = "it was resumed, and there is no loss curve to compare"
+    if not problem and curve["sameness"] == "same" and len(result["world_sizes"]) < 2:
+        problem = (
+            f"the losses are the unbroken run's to rounding alone ({curve['text']}): wanted them bit for bit"
+        )
     found = [f"{phase} {value:.1f} s" for phase, value in phases.items()]
     text = "the losses after the resume are the unbroken run's" + (
         ", bit for bit" if curve["sameness"] == "equal" else f" to rounding ({curve['text']})"

@@ -192,7 +192,10 @@ def pick(inventory: Inventory, hostlist: str | None) -> tuple[Host, ...]:
         raise KitError(f"{hostlist!r} is no hostlist, as gpu[1-3]: {error}") from error
     known = [host.name for host in inventory.hosts]
     if absent := [name for name in wanted if name not in known]:
-        raise KitError(f"{inventory.path} has no {', '.join(absent)}; it has {fold(known)}")
+        raise KitError(
+            f"{inventory.path} has no {', '.join(absent)}; it has {fold(known)}",
+            cure=f"a command comes after `--`, as in kit shell {inventory.path.name} -- hostname",
+        )
     return tuple(host for host in inventory.hosts if host.name in wanted)
 
 

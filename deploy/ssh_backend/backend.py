@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,19 +10,23 @@ from pathlib import Path
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, on_all
 from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.host.logs import logbook
 from nodekit.deploy.host.schema import NodeStatus
+from nodekit.deploy.launch import stopping
 from nodekit.deploy.launch import watch as launch_watch
-from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
+from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options, StopOptions
 from nodekit.deploy.launch.watch import leave_a_supervisor, stopped_text, told_of_a_full_disk
 from nodekit.deploy.metrics import metrics_port
-from nodekit.deploy.output.interrupts import sigterm_interrupts
-from nodekit.deploy.output.terminal import shown_path
+from nodekit.deploy.output.interrupts import Interrupts
 from nodekit.deploy.plan import script
-from nodekit.deploy.records import events, fetchlogs, runs, secret_files
+from nodekit.deploy.records import events, fetchlogs, find_runs, locks, runs, secret_files
 from nodekit.deploy.records.events import Event, Gatherer
-from nodekit.deploy.records.runs import Run, RunFolder, SupervisorLock
+from nodekit.deploy.records.locks import SupervisorLock
+from nodekit.deploy.records.runs import Run, RunFolder
+from nodekit.deploy.screen.verdict_screen import resume_command
 from nodekit.deploy.screen.view import View, fits_screen, show_last
-from nodekit.deploy.story.status import Status, status_line
+from nodekit.deploy.story.status import Status, absence, status_line
+from nodekit.deploy.supervise import drain
 from nodekit.deploy.supervise.node_client import NodeClient, secrets_of
 from nodekit.deploy.supervise.observer import Left, StopAsked
 from nodekit.deploy.supervise.state import Rules
@@ -52,31 +55,42 @@ class SshBackend:
         if options.metrics is not None:
             metrics_port.check(options.metrics)
         with contextlib.ExitStack() as stack:
-            with runs.starting(inventory.path):
-                run = runs.current(
+            interrupts = stack.enter_context(Interrupts())
+            with locks.starting(inventory.path):
+                run = find_runs.current(
                     inventory.path, options.command or inventory.job.command, is_new=options.new
                 )
                 client = _attach(stack, run, options) if run is not None and run.state in runs.LIVE else None
                 attached = client is not None
+                shown: dict[str, dict[str, int]] = {}
                 if client is None:
                     # A run that was stopped or failed goes on; one that trained to its end is done.
                     resumed = run if run is not None and run.state != "succeeded" else None
-                    client = start.start(stack, inventory, resumed, options)
+                    client = start.start(stack, inventory, resumed, options, interrupts=interrupts)
+                    shown = _earlier_logs(client) if resumed and not options.detach else {}
+                interrupts.hold()
             if options.detach:
                 leave_a_supervisor(client.run, options)
-                shown = shlex.quote(shown_path(str(options.inventory)))
+                interrupts.each()
                 print(
-                    f"{client.run.run_id} is running: kit up {shown} attaches to it, kit down stops it",
+                    f"{client.run.run_id} is running: {resume_command(client.run)} attaches to it, kit down "
+                    "stops it",
                     flush=True,
                 )
                 return 0
-            return launch_watch.watch(client, options, tail_bytes=ATTACH_TAIL_BYTES if attached else None)
+            tail_bytes = ATTACH_TAIL_BYTES if attached else None
+            return launch_watch.watch(
+                client, options, tail_bytes=tail_bytes, shown=shown, interrupts=interrupts
+            )
 
     def supervise(self, run: Run, options: Options) -> int:
         """What `kit up -d` leaves running: supervise a run without a user who looks; the exit status."""
         inventory = restore(run.inventory)
-        with cluster.channels(inventory.hosts, options.ssh, some=True) as channels:
-            return launch_watch.watch(NodeClient(run, inventory, channels), options)
+        with (
+            Interrupts() as interrupts,
+            cluster.channels(inventory.hosts, options.ssh, some=True) as channels,
+        ):
+            return launch_watch.watch(NodeClient(run, inventory, channels), options, interrupts=interrupts)
 
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
         """Show a run until it ends or the user leaves; the exit status is that of `kit up`, 0 where the user left."""
@@ -87,10 +101,10 @@ class SshBackend:
             is_led = _is_led(run)
             if not is_led and not _is_alive(run, channels):
                 show_last(run, run, events.read(run.folder))
-                print(f"{run.run_id} has ended while nobody watched; kit up goes on with it")
+                print(f"{run.run_id} has ended while nobody watched; {resume_command(run)} goes on with it")
                 return 0
             client = NodeClient(run, inventory, channels)
-            with _view(run, rules, plain=plain) as view, sigterm_interrupts():
+            with _view(run, rules, plain=plain) as view, Interrupts() as interrupts:
                 if not is_led:
                     view.say("nobody supervises this run: what is lost is not replaced before kit up does")
                 supervisor = Supervisor(
@@ -102,16 +116,21 @@ class SshBackend:
                     tail_bytes=ATTACH_TAIL_BYTES,
                 )
                 try:
+                    interrupts.once()
                     verdict = supervisor.watch()
                     supervisor.close()
                 except (Left, KeyboardInterrupt):
+                    interrupts.hold()
                     view.close()
                     print(f"{run.run_id} goes on", flush=True)
                     return 0
                 except StopAsked:
+                    interrupts.hold()
                     view.close()
                     run.say_stop("kit watch")
-                    return launch_watch.stop_everywhere(run, supervisor, view, is_asked=True)
+                    status = launch_watch.stop_everywhere(run, supervisor, view, interrupts, is_asked=True)
+                    launch_watch.conclude_stop(run, channels)
+                    return status
             return launch_watch.conclude(run, channels, verdict)
 
     def status(self, run: Run, ssh: SshOptions) -> Status:
@@ -119,18 +138,28 @@ class SshBackend:
         with cluster.channels(restore(run.inventory).hosts, ssh, some=True) as channels:
             found = _statuses(run, channels)
         alive = any(status["alive"] for status in found.values())
-        last = {
-            name: status
-            for name, status in events.now(run.folder).items()
-            if name in run.nodes.keys() - found
-        }
+        heard: dict[str, NodeStatus] = {}
+        drained: dict[str, str] = {}
+        said: list[str] = []
+        try:
+            drained = run.drained_because
+        except KitError as error:
+            said.append(str(error))
+        if run.nodes.keys() - found:
+            try:
+                heard = events.now(run.folder)
+            except KitError as error:
+                said.append(str(error))
+        last = {name: status for name, status in heard.items() if name in run.nodes.keys() - found}
         data = {**found, **{name: {**status, "alive": None} for name, status in last.items()}}
         lines = {}
         for name in run.nodes:
             if (status := found.get(name)) is not None:
+                out = ""
                 if not status["alive"] and status.get("state") not in runs.ENDED:
-                    status["state"] = "gone"
-                lines[name] = status_line(status, now=time.time())
+                    out = drain.line(drained, name)
+                    status["state"] = "drained" if out else absence(status)
+                lines[name] = out or status_line(status, now=time.time())
                 continue
             lines[name] = "unreachable"
             if name in last:
@@ -138,7 +167,7 @@ class SshBackend:
                 lines[name] += f"; last heard of {when}: {status_line(last[name], now=last[name]['time'])}"
         is_known = run.state in runs.ENDED or alive
         state = run.state if is_known else "ended while nobody watched; kit up goes on"
-        return Status(state=state, nodes=lines, data={"state": state, "status": data})
+        return Status(state=state, lines=said, nodes=lines, data={"state": state, "status": data})
 
     def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:
         """The record of who supervises a run, and its events in the order of time."""
@@ -148,28 +177,22 @@ class SshBackend:
         """What its supervisor goes by."""
         return Rules.of(restore(run.inventory))
 
-    def down(
-        self, run: Run, ssh: SshOptions, *, force: bool = False, lost: bool = False, fetch: bool = False
-    ) -> int:
+    def down(self, run: Run, options: StopOptions) -> int:
         """Stop a run everywhere; the exit status is 1 when a node could not be asked.
 
-        `lost`: the user knows that nodes that cannot be reached are off, and the run may go on without them. `fetch`:
-        copy its logs to this machine.
+        Where nodes are `lost`, the run may go on without them; one that answers, and could not be stopped, is not.
         """
         inventory = restore(run.inventory)
         run.say_stop("kit down")
-        with cluster.channels(inventory.hosts, ssh, some=True) as channels:
+        with cluster.channels(inventory.hosts, options.ssh, some=True) as channels:
             client = NodeClient(run, inventory, channels)
-            results = client.stop_all(force=force)
+            results = client.stop_all(force=options.force)
             _gather_unwatched(client)
-            unheard = [name for name in run.nodes if name not in channels]
             was_running = any(
                 not isinstance(each, Exception) and each["was"] == "running" for each in results.values()
             )
-            clean = (lost or not unheard) and not any(
-                isinstance(each, Exception) for each in results.values()
-            )
-            with contextlib.suppress(OSError, ValueError):
+            clean = not stopping.unheard(run, results, lost=options.lost)
+            with contextlib.suppress(KitError):
                 run.reload()  # whoever supervised it may have seen its end, and why
             if run.state not in runs.ENDED and clean:
                 with told_of_a_full_disk(print):
@@ -178,7 +201,7 @@ class SshBackend:
                 print(f"{run.run_id} is not running ({run.state})")
             else:
                 print(stopped_text(run, results))
-            if fetch:
+            if options.fetch:
                 print(fetchlogs.fetch_run(run, channels).text())
         return 0 if clean else 1
 
@@ -186,7 +209,7 @@ class SshBackend:
         """There is none: `up` refuses them."""
         raise NotImplementedError
 
-    def sweep_down(self, members: list[Run], ssh: SshOptions, *, fetch: bool = False) -> int:
+    def sweep_down(self, members: list[Run], options: StopOptions) -> int:
         """There is none: `up` refuses them."""
         raise NotImplementedError
 
@@ -208,7 +231,7 @@ class SshBackend:
 
     def record(self, run: Run, channels: Mapping[str, HostChannel]) -> Run:
         """As it is on this machine."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(KitError):
             run.reload()
         return run
 
@@ -217,9 +240,10 @@ class SshBackend:
         return [host]
 
     def is_over(self, run: Run, channels: Mapping[str, HostChannel], *, all_gone: bool) -> bool:
-        """By its record; or nobody is left to write there."""
-        run.reload()
-        return run.state in runs.ENDED or (all_gone and not runs.is_supervised(run))
+        """By its record, as it was read last; or nobody is left to write there."""
+        with contextlib.suppress(KitError):
+            run.reload()
+        return run.state in runs.ENDED or (all_gone and not locks.is_supervised(run))
 
 
 class _OnlyWatches(SupervisorLock):
@@ -257,6 +281,30 @@ def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> NodeClie
         return NodeClient(run, inventory, channels)
     _settle(run, channels)
     return None
+
+
+def _earlier_logs(client: NodeClient) -> dict[str, dict[str, int]]:
+    """Node → its logs of the run's earlier generations, which have been shown, and how long they are."""
+    run = client.run
+    found = on_all(
+        {name: channel for name, channel in client.channels.items() if name in run.nodes},
+        lambda channel: channel.call(
+            "hostfollow.logs",
+            timeout_s=CALL_TIMEOUT_S,
+            node_dir=run.nodes[channel.host]["node_dir"],
+            tail_bytes=0,
+        ),
+    )
+
+    def is_earlier(log: str) -> bool:
+        named = logbook.parse_name(log)
+        return named is not None and named[1][0] < run.generation
+
+    return {
+        name: {log: size for log, size in told[0].items() if is_earlier(log)}
+        for name, told in found.items()
+        if not isinstance(told, Exception)
+    }
 
 
 def _statuses(run: Run, channels: Mapping[str, HostChannel]) -> dict[str, NodeStatus]:

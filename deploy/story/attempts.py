@@ -25,6 +25,8 @@ class Attempt:
     """Number of ranks; 0 where nobody said."""
     started: float
     """When the nodes had met."""
+    ran_at: float | None
+    """When its ranks were started; None: none is known to have been."""
     first_step_time: float | None
     """When the first step was told; None: it came to none."""
     first_step: int | None
@@ -56,6 +58,11 @@ class Attempt:
         return (self.last_step - self.first_step) / self.trained_s or None
 
 
+def has_told_steps(attempts: Iterable[Attempt]) -> bool:
+    """Whether any step was ever told: a script that writes no progress file tells none, however far it trains."""
+    return any(each.first_step_time is not None for each in attempts)
+
+
 @dataclass
 class Session:
     """A time in which the run was up."""
@@ -77,6 +84,7 @@ class _Try:
 
     name: str
     started: float = math.inf
+    ran_at: float = math.inf
     members: tuple[str, ...] = ()
     world_size: int = 0
     num_workers: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -179,6 +187,7 @@ def read_attempts(events: Sequence[Event], sessions: Sequence[Session]) -> list[
                 members=members,
                 world_size=tried.world_size or sum(tried.num_workers.values()),
                 started=tried.started,
+                ran_at=min(max(tried.ran_at, tried.started), limit) if tried.ran_at < math.inf else None,
                 first_step_time=first_time,
                 first_step=first_step,
                 last_step=last_step,
@@ -252,6 +261,7 @@ def _read(tried: _Try, event: Event) -> None:
         case "rendezvous":
             tried.members = tuple(names_of(event.get("members"))) or tried.members
         case "workers-started":
+            tried.ran_at = min(tried.ran_at, event.time)
             if is_number(event.get("world_size")):
                 tried.world_size = int(event.get("world_size"))
             if isinstance(event.get("workers"), Sequence):

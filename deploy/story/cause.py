@@ -39,7 +39,7 @@ def known(
 
 IN_ENV = "under job.env in the inventory"
 FEWER_CURE = (
-    "With nodes: FEWEST:MOST in the inventory the job goes on without it, and takes it back when it returns; meanwhile "
+    "With nodes: MIN:MAX in the inventory the job goes on without it, and takes it back when it returns; meanwhile "
     "it has fewer ranks, and the batch of all of them together is smaller unless the script sees to it"
 )
 SOCKET_CURE = (

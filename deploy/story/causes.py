@@ -98,8 +98,14 @@ _BY_KERNEL = (
     ),
     known(
         "segfault",
-        r"segfault at \w+ ip \S+ sp \S+ error \d+(?: in (?P<library>[^\[\s]+))?|general protection",
+        r"segfault at \w+ ip \S+ sp \S+ error \d+ in (?P<library>[^\[\s]+)",
         "it read or wrote memory that is not its own, in {library}",
+        FAULT_CURE,
+    ),
+    known(
+        "segfault",
+        r"segfault at \w+ ip \S+ sp \S+ error \d+|general protection",
+        "it read or wrote memory that is not its own",
         FAULT_CURE,
     ),
 )
@@ -155,12 +161,17 @@ _LOST_WORKER = Cause(
     "the process of a DataLoader worker is gone: something killed it",
     WORKER_CURE,
 )
-NODE_LOST = Cause(
-    "node-lost",
-    "the node, its network, or kit's agent there went away: power, a cable, a reboot, or somebody ended it",
-    "See to it (its console, ping, last -x reboot, agent.log in the run's folder there); kit up goes on when it is "
-    f"back. {FEWER_CURE}",
+_WENT_AWAY = (
+    "the node, its network, or kit's agent there went away: power, a cable, a reboot, or somebody ended it"
 )
+_SEE_TO_NODE = "See to it (its console, ping, last -x reboot, agent.log in the run's folder there)"
+NODE_LOST = Cause("node-lost", _WENT_AWAY, f"{_SEE_TO_NODE}; kit up goes on when it is back. {FEWER_CURE}")
+NODE_LOST_MEANWHILE = Cause(
+    "node-lost",
+    _WENT_AWAY,
+    f"{_SEE_TO_NODE}; a job that goes on takes it back when it answers again (under Slurm, when the job is requeued)",
+)
+"""The same while the run goes on."""
 TOO_FEW_NODES = Cause(
     "too-few-nodes",
     "fewer nodes are left than the job needs (nodes: in the inventory; all, where it does not say)",

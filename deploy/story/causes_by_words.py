@@ -64,7 +64,7 @@ BY_WORDS = (
         "quota-exceeded",
         r"Disk quota exceeded|\[Errno 122\]|EDQUOT",
         "your quota on the disk is used up{path}",
-        "Remove old runs and snapshots there (kit clean finds kit's), ask for more, or point workdir or "
+        "Remove old runs and snapshots (kit rm --older-than 30d removes kit's), ask for more, or point workdir or "
         "snapshots.shared at a folder with room; quota -s shows how much is used",
     ),
     known(
@@ -72,7 +72,7 @@ BY_WORDS = (
         r"No space left on device|\[Errno 28\]|ENOSPC|PytorchStreamWriter failed writing file"
         r"|unexpected pos \d+ vs \d+",
         "the disk is full{path}",
-        "Make room (kit clean finds what old runs left; df -h, and df -i for files), or point workdir, TMPDIR or "
+        "Make room (kit rm --older-than 30d removes old runs; df -h, and df -i for files), or point workdir, TMPDIR or "
         "snapshots.shared at a larger disk",
     ),
     known(
@@ -408,6 +408,14 @@ BY_WORDS = (
         "the script calls collectives before init_process_group, or does not use what kit sets",
         "Call torch.distributed.init_process_group() first, with no arguments of its own for rank and address",
     ),
+    # --- hangs ---
+    known(
+        "hangs-without-steps",
+        r"\d+ hangs? without progress|it hung, and job\.max_restarts is 0",
+        "the job hung, and had told of no step before that",
+        "Mend the line where the rank hangs that kit names. If it was only slow: a longer timings.hang, or have the "
+        "script write STEP/TOTAL to the file $NODEKIT_PROGRESS_FILE, by which kit tells a hang from a long step",
+    ),
     # --- numbers ---
     known(
         "not-a-number",
@@ -432,8 +440,14 @@ BY_WORDS = (
     known(
         "tensor-shapes",
         r"mat1 and mat2 shapes cannot be multiplied \((?P<a>\S+) and (?P<b>\S+)\)|The size of tensor a \((?P<c>\d+)\) "
-        r"must match the size of tensor b \((?P<d>\d+)\)|shape '[^']*' is invalid for input of size",
+        r"must match the size of tensor b \((?P<d>\d+)\)",
         "two tensors do not fit: {a}{c} and {b}{d}",
+        "Look at the lines above: the data or an option is not what the model wants",
+    ),
+    known(
+        "tensor-shape",
+        r"shape '(?P<shape>[^']*)' is invalid for input of size (?P<size>\d+)",
+        "a tensor of {size} numbers does not fit the shape {shape}",
         "Look at the lines above: the data or an option is not what the model wants",
     ),
 )

@@ -9,6 +9,8 @@ from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary
 from nodekit.deploy.records.events import Event
 
 _NAMED = 6  # of more nodes than this the rest is only counted
+COMING_S = 10.0
+"""For so long after a node was reached, started or called nothing more is told of its way into the job."""
 
 
 class Narrator:
@@ -25,6 +27,8 @@ class Narrator:
         self._world_size = 0
         self._stayed: tuple[object, set[int]] = (None, set())
         self._drained: set[str] = set()
+        self._came: dict[str | None, float] = {}
+        """Node → when it was last told that it is coming."""
         self._broke: float | None = None
         self._going_since = 0.0
         self._has_trained = False
@@ -53,6 +57,11 @@ class Narrator:
         if self._broke is None and event.time > self._going_since:  # an older one came in late
             self._broke = event.time
 
+    @property
+    def _leaving(self) -> str:
+        """The nodes that are drained and still in the round: that the others miss them is no loss; "" if none."""
+        return names(sorted(self._drained & self._members))
+
     def _reaches(self, event: Event) -> None:
         self._step = max(self._step, int(event.get("step") or 0))
 
@@ -66,14 +75,20 @@ class Narrator:
             return [f"the run goes on with {number}, in generation {event.get('generation')}"]
         return [f"the run starts on {number}"]
 
+    def _comes(self, event: Event, text: str) -> list[str]:
+        """Tell once that a node is coming, not each step of it; what keeps it from coming is told by another event."""
+        told_s = event.time - self._came.get(event.about, -COMING_S)
+        self._came[event.about] = event.time
+        return [text] if told_s >= COMING_S else []
+
     def _on_start(self, event: Event) -> list[str]:
-        return [f"{event.about}: starting its agent"]
+        return self._comes(event, f"{event.about}: starting its agent")
 
     def _on_join(self, event: Event) -> list[str]:
         generation = event.get("generation")
         if not self._once("join", event.about, generation):
             return []
-        return [f"{event.about} is called into generation {generation}"]
+        return self._comes(event, f"{event.about} is called into generation {generation}")
 
     def _on_stop(self, event: Event) -> list[str]:
         return [f"{event.about}: stopping it, for the job has ended elsewhere"]
@@ -95,11 +110,13 @@ class Narrator:
         return [f"{event.about}: {event.get('why')}"]
 
     def _on_unreachable(self, event: Event) -> list[str]:
-        why = _first_line(event.get("why"))
+        problems = event.get("problems") or [{}]
+        why = _first_line(problems[0].get("found") or event.get("why"))
         return [f"{event.about} is unreachable" + (f": {why}" if why else "")]
 
     def _on_reached(self, event: Event) -> list[str]:
-        return [f"{event.about} can be reached again"]
+        self._came[event.about] = event.time
+        return [f"{event.about}: reached again"]
 
     def _on_said(self, event: Event) -> list[str]:
         return [str(event.get("text"))] if event.get("text") else []
@@ -130,10 +147,17 @@ class Narrator:
     def _on_membership(self, event: Event) -> list[str]:
         self._breaks(event)
         lost, waiting = int(event.get("lost") or 0), int(event.get("waiting") or 0)
-        if not self._once("membership", self._attempt) or ("cause", self._attempt) in self._told:
+        who = event.get("names") or ()
+        # A node that misses most of the others is likelier cut off than they are lost.
+        is_alone = not self._leaving and 2 * lost > len(self._members) > 1
+        key = ("membership", self._attempt, event.node if is_alone else "")
+        if not self._once(*key) or ("cause", self._attempt) in self._told:
             return []  # a node whose rank has failed leaves the round, and comes into the next
+        if lost and self._leaving:
+            return [f"{self._leaving} has left; the others re-rendezvous"]
+        if is_alone:
+            return [f"{event.node}: nothing is heard from {names(who) or count(lost, 'node')}"]
         if lost:
-            who = event.get("names") or ()
             self._named_lost |= set(who)
             text = names(who) or count(lost, "node")
             return [f"{text} {'is' if lost == 1 else 'are'} lost; the others re-rendezvous"]
@@ -240,6 +264,8 @@ class Narrator:
         attempt = event.get("attempt")
         who = f"rank {event.get('rank')} on {event.node}"
         if is_secondary(error, exitcode):
+            if self._leaving:
+                return []
             is_first = ("cause", attempt) not in self._told and self._once("echo", attempt)
             return [f"{who} has lost another rank"] if is_first else []
         self._told.add(("cause", attempt))
@@ -304,13 +330,16 @@ class Narrator:
         why = _first_line(event.get("why"))
         if event.get("forged"):
             return [f"{event.node}: {why}"]
+        if self._leaving:
+            return [f"the rendezvous was on {self._leaving}, which is drained: it moves to another node"]
         return [f"{event.node} has lost the rendezvous host"]
 
     def _on_replica_failed(self, event: Event) -> list[str]:
         why = _first_line(event.get("reason") or event.get("why"))
         if not self._once("replica", event.node, why):
             return []
-        return [f"{event.node}: a copy of a snapshot could not be kept: {why}"]
+        drained = f" ({self._leaving}: drained)" if self._leaving else ""
+        return [f"{event.node}: a copy of a snapshot could not be kept: {why}{drained}"]
 
     _on_replica_refused = _on_replica_failed
 
@@ -348,7 +377,15 @@ def metric(name: str, value: Any) -> str:
     """A number of an evaluation, for people: an accuracy is a share."""
     if not isinstance(value, int | float):
         return str(value)
-    return f"{value:.2%}".replace("%", " %") if name.endswith("accuracy") else f"{value:.4g}"
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
+
+
+def size_text(num_bytes: float) -> str:
+    """``1.2 GB``, ``3.4 MB``, ``5.6 kB``, ``78 bytes``."""
+    for unit_bytes, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit_bytes * 0.9995:
+            return f"{num_bytes / unit_bytes:.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def _first_line(text: object) -> str:

@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nodekit.deploy.records.events import Event
-from nodekit.deploy.story.attempts import Attempt, Session, is_number, of_kind, session_of
+from nodekit.deploy.story.attempts import (
+    Attempt,
+    Session,
+    has_told_steps,
+    is_number,
+    of_kind,
+    session_of,
+)
 from nodekit.deploy.story.timeline import Span
 
 CAUSES = ("start", "restart", "redone", "snapshots", "waiting", "end")
@@ -17,23 +24,30 @@ CAUSES = ("start", "restart", "redone", "snapshots", "waiting", "end")
 
 @dataclass(frozen=True)
 class Goodput:
-    """What the run's time went into; `trained_s` and all of `lost` add up to `total_s`.
+    """What the run's time went into; `trained_s`, `untold_s` and all of `lost` add up to `total_s`.
 
     The causes: ``start`` (to the first step), ``restart`` (from a loss or failure to the next first step), ``redone``
     (training steps again that had been done), ``snapshots`` (the training held up by them), ``waiting`` (nothing could
     train for want of nodes), ``end`` (after the last step: last copies, and the farewell).
+    Where no step was ever told, ``start`` is until the ranks ran, and ``end`` begins when they have ended.
     """
 
     total_s: float
     """While the run was up; time between a stop and going on is not the run's."""
     trained_s: float
     """That trained steps which count."""
+    untold_s: float
+    """In which ranks ran, of a run that never told a step: how much of it counts is not known."""
+    is_told: bool
+    """Whether it ever told a step."""
     lost: Mapping[str, float]
     """Cause → seconds."""
 
     @property
-    def share(self) -> float:
-        """Of the time, what trained steps which count; 0 to 1."""
+    def share(self) -> float | None:
+        """Of the time, what trained steps which count, 0 to 1; None: not known, since no step was ever told."""
+        if not self.is_told:
+            return None
         return self.trained_s / self.total_s if self.total_s > 0 else 0.0
 
 
@@ -70,16 +84,18 @@ class _Account:
     def goodput(self) -> Goodput:
         """All of it."""
         lost = dict.fromkeys(CAUSES, 0.0)
-        trained = total = 0.0
+        trained = untold = total = 0.0
         done = 0
+        is_told = has_told_steps(self._attempts)
         for number, session in enumerate(self._sessions):
             total += session.end - session.start
             attempts = [each for each in self._attempts if session_of(self._sessions, each.started) == number]
             at, cause = session.start, "start"
             for attempt in attempts:
-                if attempt.first_step_time is None:
+                began = attempt.first_step_time if is_told else attempt.ran_at
+                if began is None:
                     continue
-                begin = min(max(attempt.first_step_time, at), session.end)
+                begin = min(max(began, at), session.end)
                 end = min(max(attempt.trained_until, begin), session.end)
                 waited = self._waited(at, begin, attempts, attempt)
                 lost[cause] += begin - at - waited
@@ -88,14 +104,17 @@ class _Account:
                 paused = min(self._paused_s(attempt, done), end - begin - redone)
                 lost["redone"] += redone
                 lost["snapshots"] += paused
-                trained += end - begin - redone - paused
+                if is_told:
+                    trained += end - begin - redone - paused
+                else:
+                    untold += end - begin - redone - paused
                 done = max(done, attempt.last_step or 0)
                 at, cause = end, "restart"
             waited = self._waited(at, session.end, attempts, None)
             is_ending = session.is_over or all(each.ended is None for each in attempts[-1:])
             lost["end" if is_ending and cause == "restart" else cause] += session.end - at - waited
             lost["waiting"] += waited
-        return Goodput(total_s=total, trained_s=trained, lost=lost)
+        return Goodput(total_s=total, trained_s=trained, untold_s=untold, is_told=is_told, lost=lost)
 
     def _redone_s(self, attempt: Attempt, done: int, begin: float, end: float) -> float:
         """How long it took an attempt to get to where another had been before."""

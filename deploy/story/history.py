@@ -90,11 +90,11 @@ class History:
             mapping_of(each.get("result")) for each in of_kind(found, "agent-ended") if each.get("result")
         ]
         num_sessions = len({session_of(sessions, each.started) for each in attempts})
-        has_trained = any(each.first_step_time is not None for each in attempts)
+        has_run = any((each.first_step_time or each.ran_at) is not None for each in attempts)
         return cls(
             started=sessions[0].start,
             ended=last.end if last.is_over else None,
-            state=last.state or ("running" if has_trained else "starting"),
+            state=last.state or ("running" if has_run else "starting"),
             verdict=last.verdict,
             sessions=tuple((each.start, each.end) for each in sessions),
             attempts=tuple(attempts),

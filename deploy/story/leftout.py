@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from nodekit.deploy.agent.ranks.failures import message_of
 from nodekit.deploy.story.cause import Cause
+from nodekit.deploy.story.event_text import size_text
 from nodekit.deploy.story.verdict import Verdict
 from nodekit.deploy.sync.listing import Tree
 from nodekit.deploy.sync.selection import IGNORE_FILE, Why, above, reasons
@@ -56,7 +57,7 @@ class LeftOut:
         shown += " …" if len(self.lines) > _MAX_LINES else ""
         verb = f"send{'s' if len(self.lines) == 1 else ''} {'it' if self.num_files == 1 else 'them'}"
         return [
-            f"left out: {least}{files}, {self.size_bytes / 1e6:.1f} MB, ignored by {sources}: "
+            f"left out: {least}{files}, {size_text(self.size_bytes)}, ignored by {sources}: "
             f"{shown} in {IGNORE_FILE} {verb}"
         ]
 

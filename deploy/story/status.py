@@ -24,6 +24,11 @@ class Status:
     """For programs: what `--json` has beyond the run's record."""
 
 
+def absence(seen: NodeStatus) -> str:
+    """The state of a node whose agent does not run and has not ended with the run."""
+    return "gone" if seen.get("agent") else "spare"
+
+
 def status_line(seen: NodeStatus, *, now: float) -> str:
     """A node's status for people: state, then rank, attempt, progress, and how long ago that was."""
     parts = [str(seen.get("state", "starting"))]

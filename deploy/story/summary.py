@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from nodekit.deploy.agent.telemetry.notes import parse_progress
-from nodekit.deploy.host.files import write_private
+from nodekit.deploy.host.files import NOT_FOUND, read, write_private
 from nodekit.deploy.host.schema import Guess
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.history import History
+from nodekit.inventory.errors import KitError
 
 FILE = "summary.json"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class Summary:
     best: dict[str, tuple[float, int | None]] = field(default_factory=dict)
     """Metric → its best value, and at which step; without an evaluation what the job said at its end."""
     goodput: float | None = None
-    """Share of the time that trained steps which count."""
+    """Share of the time that trained steps which count; None as well where no step was ever told."""
     seconds: float | None = None
     """How long it was up."""
     restarts: int | None = None
@@ -37,6 +36,8 @@ class Summary:
     """Ranks, in its last attempt."""
     guess: Guess | None = None
     """How far it seems to be by what rank 0 printed (`deploy/agent/telemetry/guess.py`), where it told of no step."""
+    problem: str = ""
+    """Why nothing is known: its events cannot be read."""
 
     @classmethod
     def of(cls, history: History) -> Summary:
@@ -70,16 +71,23 @@ def summary(run: Run) -> Summary:
     Once it has ended it is kept, with the size of the events file that it is of: one that has grown since is read anew.
     """
     try:
+        return _summary(run)
+    except KitError as error:
+        return Summary(problem=str(error))
+
+
+def _summary(run: Run) -> Summary:
+    try:
         size_bytes = (run.folder / events.FILE).stat().st_size
-    except OSError:
+    except NOT_FOUND:
         return Summary()
-    kept = _load(run)
-    if kept and (kept["version"], kept["events_bytes"]) == (VERSION, size_bytes):
-        best = {name: (value, step) for name, (value, step) in kept["summary"].pop("best").items()}
-        return Summary(best=best, **kept["summary"])
+    except OSError as error:
+        raise events.unreadable(run.folder / events.FILE, error) from error
+    if (kept := _load(run, size_bytes)) is not None:
+        return kept
     found = Summary.of(History.of(events.read(run.folder), now=time.time()))
     if found.step is None:
-        found = replace(found, guess=_guess_now(run))
+        found = replace(found, guess=guess_now(run))
     if run.state in runs.ENDED:
         data = {"version": VERSION, "events_bytes": size_bytes, "summary": asdict(found)}
         with contextlib.suppress(OSError):  # a full disk, or a record that is only to be read
@@ -88,8 +96,8 @@ def summary(run: Run) -> Summary:
     return replace(found, step=_step_now(run) or found.step)
 
 
-def _guess_now(run: Run) -> Guess | None:
-    """As it was last heard of."""
+def guess_now(run: Run) -> Guess | None:
+    """How far a run seems to be that tells no step, as it was last heard of."""
     said = [each for each in events.now(run.folder).values() if each.get("guess")]
     return max(said, key=lambda each: float(each.get("time") or 0.0))["guess"] if said else None
 
@@ -104,10 +112,16 @@ def _step_now(run: Run) -> int | None:
     return min((step for each in said if (step := parse_progress(each)["step"]) is not None), default=None)
 
 
-def _load(run: Run) -> dict[str, Any] | None:
+def _load(run: Run, size_bytes: int) -> Summary | None:
+    """The one that was kept, if it is of this many bytes of events; None where it is damaged: it is made anew."""
     try:
-        kept = json.loads((run.folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        kept = json.loads(read(str(run.folder / FILE)))
+        if (kept["version"], kept["events_bytes"]) != (VERSION, size_bytes):
+            return None
+        best = {name: (float(value), step) for name, (value, step) in kept["summary"].pop("best").items()}
+        found = Summary(best=best, **kept["summary"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    is_whole = isinstance(kept, Mapping) and {"version", "events_bytes", "summary"} <= kept.keys()
-    return dict(kept) if is_whole else None
+    numbers = (found.step, found.total_steps, found.goodput, found.seconds, found.restarts, found.world_size)
+    are_right = all(isinstance(each, int | float | None) for each in numbers)
+    return found if are_right and isinstance(found.guess, dict | None) else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import ENDED
-from nodekit.deploy.story.attempts import Attempt, Session, names_of, of_kind, text_of
+from nodekit.deploy.story.attempts import Attempt, Session, has_told_steps, names_of, of_kind, text_of
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Span:
     start: float
     end: float
     state: str
-    """starting, waiting, training, away, ended."""
+    """starting, waiting, training, away, ended; running in place of training where the run never told a step."""
     why: str = ""
 
 
@@ -58,6 +58,7 @@ def _spans_of(
             marks.append((session.end, "ended", f"the run {session.state}"))
     attempts = [each for each in every if name in each.members]
     is_done = every[-1].attempt if every and sessions[-1].state == "succeeded" else ""
+    is_told = has_told_steps(every)
     own_ends = {str(each.get("attempt")) for each in of_kind(events, "attempt-ended") if each.node == name}
     for attempt in attempts:
         if attempt.first_step_time is not None:
@@ -68,6 +69,8 @@ def _spans_of(
     for event in events:
         if event.kind == "run-started":
             marks.append((event.time, "starting", ""))
+        elif event.kind == "workers-started" and not is_told:
+            marks.append((event.time, "running", ""))
         elif (mark := _mark(event, ends, is_done)) is not None:
             marks.append((event.time, *mark))
     marks.sort(key=lambda mark: mark[0])

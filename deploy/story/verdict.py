@@ -20,9 +20,10 @@ from nodekit.deploy.agent.ranks.failures import (
 )
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import ENDED, Outcome
-from nodekit.deploy.story.attempts import text_of
+from nodekit.deploy.story.attempts import order, text_of
 from nodekit.deploy.story.cause import Cause
-from nodekit.deploy.story.causes import NODE_LOST, TOO_FEW_NODES, recognise
+from nodekit.deploy.story.causes import NODE_LOST, NODE_LOST_MEANWHILE, TOO_FEW_NODES, recognise
+from nodekit.deploy.story.losses import attempts_of, has_later, last_loss
 
 _WAITED = re.compile(r"Timed out waiting|Watchdog caught|Socket Timeout|monitoredBarrier|[Ww]ait timeout")
 _SUMMARY_WIDTH = 100
@@ -71,6 +72,8 @@ class Verdict:
     no_progress: bool = False
     without: tuple[str, ...] = ()
     """Nodes that were not there at the end."""
+    may_go_on: tuple[str, ...] = ()
+    """Nodes that could not be told of the end, and may be training together."""
     first: Failure | None = None
     """What began it, where a rank did."""
     cause: Cause | None = None
@@ -81,6 +84,10 @@ class Verdict:
     """What else the nodes said."""
     awaited: tuple[tuple[int, str], ...] = ()
     """Who did not come while all others waited, where these named them: rank and node; `first` gave up first."""
+    when: float = 0.0
+    """When what went wrong in a run that goes on began; 0: not known, or it is over."""
+    is_recovered: bool = False
+    """Whether a run that goes on has begun another attempt since."""
 
     @property
     def summary(self) -> str:
@@ -143,26 +150,38 @@ def verdict(
 
 
 def explain(
-    nodes: Mapping[str, Told], *, max_restarts: int = 1, also: str = "", notes: Sequence[str] = ()
+    nodes: Mapping[str, Told],
+    *,
+    max_restarts: int = 1,
+    also: str = "",
+    notes: Sequence[str] = (),
+    lost: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """What ended the last attempt in which something failed, whatever became of the run after it."""
+    """What ended the last attempt in which something failed, whatever became of the run after it.
+
+    Args:
+        nodes: what each has told.
+        max_restarts: the inventory's.
+        also: the supervisor's own reason.
+        notes: what else the nodes said.
+        lost: of a run that goes on, the nodes that this attempt has lost, each with a sentence on it; None for a run
+            that is over, whose nodes without a final state are gone.
+    """
     no_progress = any(told.no_progress for told in nodes.values())
-    gone = [name for name, told in nodes.items() if told.outcome == "gone"]
+    gone = list(lost) if lost is not None else [n for n, told in nodes.items() if told.outcome == "gone"]
     failures = [failure for told in nodes.values() for failure in told.failures]
-    last = max((_order(told.attempt) for told in nodes.values()), default=(0, 0))
-    last = max([last, *(_order(failure.attempt) for failure in failures)])
-    attempt = [failure for failure in failures if _order(failure.attempt) == last]
+    last = _last_attempt(nodes, failures)
+    attempt = [failure for failure in failures if order(failure.attempt) == last]
     first = first_cause(attempt)
     hints = tuple(dict.fromkeys(told.notice for told in nodes.values() if told.notice))
     if gone and all(blames_another(failure) or is_network(failure) for failure in attempt):
         # Who has lost its peer speaks of the network; that the peer is gone is what it means.
         words = [nodes[name].message.strip().splitlines() for name in gone if not nodes[name].cure]
         notes = [*(line for lines in words for line in lines[-6:]), *notes]
-        text = "; ".join(_lost(name, nodes[name]) for name in gone)
-        others = _echoes(attempt, ", ".join(gone))
-        return Verdict(
-            "failed", text, no_progress, cause=_cause_of_loss(nodes), others=others, notes=(*notes,)
-        )
+        text = "; ".join(lost[name] if lost else _lost(name, nodes[name]) for name in gone)
+        others = _echoes([each for each in attempt if each.node not in gone], ", ".join(gone))
+        cause: Cause | None = NODE_LOST_MEANWHILE if lost else _cause_of_loss(nodes)
+        return Verdict("failed", text, no_progress, cause=cause, others=others, notes=(*notes,))
     if first is None:
         text = notes[0] if notes else also or "every node failed without a word"
         is_short = any(told.cause == "too-few-nodes" for told in nodes.values())
@@ -190,6 +209,12 @@ def explain(
         awaited=tuple(absent),
         notes=(*_failed_too(first, attempt), *(each for each in notes if each)),
     )
+
+
+def _last_attempt(nodes: Mapping[str, Told], failures: Sequence[Failure]) -> tuple[int, int]:
+    """The last that any node took part in, or any rank failed in."""
+    told = [node.attempt for node in nodes.values()] + [failure.attempt for failure in failures]
+    return max(map(order, told), default=(0, 0))
 
 
 def _who(first: Failure, absent: Sequence[tuple[int, str]]) -> str:
@@ -326,19 +351,13 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1].rstrip() + "…"
 
 
-def _order(attempt: str) -> tuple[int, int]:
-    generation, _, number = attempt.partition(".")
-    return int(generation or 0), int(number or 0)
-
-
 # --- from events ---
 
 
 def told_in(events: Sequence[Event]) -> dict[str, Told]:
     """What each node has told since the run was started the last time, from the run's events."""
-    begins = [number for number, event in enumerate(events) if event.kind == "run-started"]
     told: dict[str, dict[str, Any]] = {}
-    for event in events[begins[-1] if begins else 0 :]:
+    for event in events[_last_start(events) :]:
         if (name := event.about) is None:
             continue
         node = told.setdefault(name, {"failures": []})
@@ -378,6 +397,11 @@ def told_in(events: Sequence[Event]) -> dict[str, Told]:
     }
 
 
+def _last_start(events: Sequence[Event]) -> int:
+    """The index of the event from which on the run is told of."""
+    return max((number for number, event in enumerate(events) if event.kind == "run-started"), default=0)
+
+
 def failure_of(event: Event) -> Failure:
     """A rank's failure as its node's agent wrote it down, as far as what it wrote makes sense."""
     return Failure.of(event.node or "?", event.fields, when=event.time)
@@ -412,7 +436,42 @@ def verdict_of(
                 "failed", reason, cause=cause, notes=tuple(n for n in found.notes if n not in reason)
             )
         return Verdict(state, reason or state)
-    if not any(told.failures for told in nodes.values()):
+    return _of_a_run_that_goes_on(events[_last_start(events) :], nodes)
+
+
+# --- of a run that goes on ---
+
+
+def _of_a_run_that_goes_on(events: Sequence[Event], nodes: Mapping[str, Told]) -> Verdict | None:
+    """The last thing that went wrong, however long ago it was: ranks that failed, nodes that were lost, or both."""
+    attempts = attempts_of(events)
+    drained = {attempt for attempt in attempts if attempts[attempt].drained}
+    failures = [
+        failure
+        for told in nodes.values()
+        for failure in told.failures
+        # Ranks that lose one that leaves since its node is drained have not failed.
+        if not (failure.attempt in drained and (blames_another(failure) or is_network(failure)))
+    ]
+    loss = last_loss(events, attempts)
+    last = max((order(failure.attempt) for failure in failures), default=None)
+    if loss is not None and (last is None or order(loss.attempt) >= last):
+        told = {
+            name: replace(
+                node,
+                attempt=loss.attempt,
+                failures=tuple(each for each in node.failures if each.attempt == loss.attempt),
+            )
+            for name, node in {**dict.fromkeys(loss.nodes, Told()), **nodes}.items()
+        }
+        is_recovered = has_later(attempts, order(loss.attempt))
+        return replace(explain(told, lost=loss.nodes), when=loss.when, is_recovered=is_recovered)
+    if last is None:
         return None
-    # What is asked for is the last failure, however long ago it was.
-    return explain({name: replace(told, attempt="") for name, told in nodes.items() if told.failures})
+    told = {
+        name: replace(node, attempt="", failures=tuple(each for each in node.failures if each in failures))
+        for name, node in nodes.items()
+    }
+    found = explain({name: node for name, node in told.items() if node.failures}, lost={})
+    when = found.first.when if found.first else 0.0
+    return replace(found, when=when, is_recovered=has_later(attempts, last))

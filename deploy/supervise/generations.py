@@ -95,7 +95,8 @@ def _why_broken(turn: Turn) -> str | None:
         if turn.now - state.broken_since < (BROKEN_S if host_ended or orphans else NO_QUORUM_S):
             return None
         if host_ended or (orphans and not host.reachable):
-            return f"the rendezvous host {state.host} is lost"
+            how = "drained" if state.host in turn.rules.drained else "lost"
+            return f"the rendezvous host {state.host} is {how}"
         return "too few nodes are left to go on by themselves"
     called = [n for n in turn.in_sight if n not in turn.here and turn.known[n].asked in ("start", "join")]
     is_slow = bool(called) or any(seen[name].state == "starting" for name in own)

@@ -227,7 +227,6 @@ class NodeClient:
             is_host=name == state.host,
             token=self.run.token,
             grace_s=GRACE_S,
-            skew_s=self.run.skew_s,
             joins=joins,
         ).to_dict()
 

@@ -157,7 +157,9 @@ def _has_ended(turn: Turn) -> bool:
         )
         unseen = [n for n in turn.rules.nodes if seen[n].alive and not seen[n].reachable]
         text = f"{names(unseen)} cannot be reached; an agent may still run there" if unseen else ""
-        turn.actions.append(Finish(outcome, text))
+        unfenced = _unfenced(turn) if outcome != "succeeded" else []
+        may_go_on = tuple(unfenced) if state.may_train(unfenced) else ()
+        turn.actions.append(Finish(outcome, text, may_go_on=may_go_on))
     finishing = states == {"succeeded"} and all(
         seen[name].trains and seen[name].generation == state.generation for name in running
     )
@@ -165,6 +167,13 @@ def _has_ended(turn: Turn) -> bool:
         for name in running:
             turn.ask(name, "stop", ASK_AGAIN_S * 10, Stop(name))
     return True
+
+
+def _unfenced(turn: Turn) -> list[str]:
+    """The nodes that cannot be reached, but for those that the next generation's fence has reached before."""
+    state = turn.state
+    fenced_for = state.next_generation or max(state.generation, state.called_off) + 1
+    return [n for n in turn.rules.nodes if not turn.seen[n].reachable and turn.seen[n].fence < fenced_for]
 
 
 # --- keeping the generation whole ---------------------------------------------------------------------------
@@ -300,8 +309,7 @@ def _drain(turn: Turn) -> None:
 def _wait(turn: Turn) -> None:
     """Say when the job waits for nodes, and give up after a long while."""
     state, rules = turn.state, turn.rules
-    fenced_for = state.next_generation or max(state.generation, state.called_off) + 1
-    unseen = [n for n in rules.nodes if not turn.seen[n].reachable and turn.seen[n].fence < fenced_for]
+    unseen = _unfenced(turn)
     is_short = len(turn.here) < rules.min_nodes or state.next_generation is not None
     if turn.rounds or not is_short or state.may_train(unseen):
         text = (

@@ -253,6 +253,8 @@ class Finish:
     outcome: Outcome
     text: str = ""
     cause: Cause | None = field(default=None, repr=False)
+    may_go_on: tuple[str, ...] = field(default=(), repr=False)
+    """Nodes that cannot be reached, and that may be training together all the same."""
 
 
 NodeAction = Start | Join | Fence | SetVoters | Stop | Drain | Exclude

@@ -15,20 +15,21 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 from nodekit.deploy.agent.hang.hang import Progress
-from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended
+from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended, is_secondary, was_told
 from nodekit.deploy.connect.channel import HostChannel, RemoteError
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.events import Follower, Gatherer
-from nodekit.deploy.records.runs import SupervisorLock
+from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.story.event_text import out_of_the_job
-from nodekit.deploy.story.status import status_line
+from nodekit.deploy.story.status import absence, status_line
 from nodekit.deploy.story.verdict import Told, Verdict, verdict
 from nodekit.deploy.supervise import drain, policy
 from nodekit.deploy.supervise.node_client import BrokenHost, NodeClient
 from nodekit.deploy.supervise.observation import seen_of
 from nodekit.deploy.supervise.observer import Observer, View
+from nodekit.deploy.supervise.record_writer import RecordWriter
 from nodekit.deploy.supervise.state import (
     Action,
     Drain,
@@ -37,6 +38,7 @@ from nodekit.deploy.supervise.state import (
     Finish,
     Join,
     NodeAction,
+    NodeHistory,
     Notice,
     Observation,
     Rules,
@@ -112,11 +114,14 @@ class Supervisor:
         self._lines: dict[str, str] = dict.fromkeys(rules.nodes, "connecting")
         self._busy: dict[str, str] = {}
         self._first_step = False
+        self._drained = drain.Drained(client.run)
+        self._exclusions = drain.Exclusions(client.run)
+        self._writer = RecordWriter(client.run, view)
         self._slow_nodes = drain.SlowNodes()
-        self._disk_problem = ""
-        """Why nothing could be written, since it could be the last time."""
-        self._write_at = 0.0
-        """When to try again."""
+        self._record_problem = ""
+        """Why this one could not take over, as it was told."""
+        self._take_over_at = 0.0
+        """When to try that again."""
 
     def watch(self) -> Verdict:
         """Follow every node to the end; KeyboardInterrupt and what the view raises pass, with everything running."""
@@ -154,15 +159,11 @@ class Supervisor:
                 )
 
     def _decide(self) -> Finish | None:
-        if not self._acts and self._lock.acquire():
-            self._acts = True
-            self._gatherer = Gatherer(self._run.folder)
-            for name, found in self._ungathered.items():
-                self._gather(name, found)
-            self._run.reload()
-            self._state = State.from_dict(self._run.judgement, self._rules)
-            self._view.say("supervising now: the one before is gone")
-        if (drained := self._run.drained) != self._rules.drained:
+        if not self._acts and time.monotonic() >= self._take_over_at and self._lock.acquire():
+            self._take_over()
+        if problem := self._drained.look():
+            self._view.say(problem, is_event=self._acts)
+        if (drained := self._drained.nodes) != self._rules.drained:
             self._rules = dataclasses.replace(self._rules, drained=drained)
         if self._acts and self._client.inventory.job.on_slow == "drain":
             absent = [name for name, seen in self._seen.items() if not seen.reachable]
@@ -174,7 +175,7 @@ class Supervisor:
         if not self._acts:
             self._pass(state)
             return finish  # only the end is ours to see; the rest is the other's
-        if not self._is_written(state):
+        if not self._drained.is_known or not self._writer.is_written(state, self._gatherer):
             self._pass(state)
             return finish
         self._state = state
@@ -182,41 +183,30 @@ class Supervisor:
             self._do(action, state)
         return finish
 
+    def _take_over(self) -> None:
+        """Act from now on, from what the one before has decided; where nobody can read that, go on watching."""
+        try:
+            self._run.reload()
+        except KitError as error:
+            self._lock.release()
+            self._take_over_at = time.monotonic() + RETRY_S
+            if not self._record_problem:
+                self._view.say(f"nobody supervises this run: {error}", is_event=True)
+            self._record_problem = str(error)
+            return
+        self._record_problem = ""
+        self._acts = True
+        self._gatherer = Gatherer(self._run.folder)
+        for name, found in self._ungathered.items():
+            self._gather(name, found)
+        self._state = State.from_dict(self._run.judgement, self._rules)
+        self._view.say("supervising now: the one before is gone")
+
     def _pass(self, state: State) -> None:
         """Let time go by without what was decided."""
         self._state = dataclasses.replace(
             self._state, clock=state.clock, elapsed_s=state.elapsed_s, ended_since=state.ended_since
         )
-
-    def _is_written(self, state: State) -> bool:
-        """Whether what was decided is on record: only then it is done, so that who takes over cannot repeat it.
-
-        A disk that is full is told of once, and once when there is room again.
-        """
-        judgement = state.to_dict()
-        is_known = judgement == self._run.judgement
-        if is_known and not self._disk_problem:
-            return True
-        if self._disk_problem and time.monotonic() < self._write_at:
-            return is_known
-        self._write_at = time.monotonic() + RETRY_S
-        try:
-            with self._run.changing():
-                self._run.generation, self._run.judgement = state.generation, judgement
-        except NotWritten as error:
-            self._cannot_write(str(error))
-            return is_known
-        if self._disk_problem and self._gatherer.add():
-            lost = f"; {self._gatherer.num_lost} events are lost" if self._gatherer.num_lost else ""
-            self._disk_problem, self._gatherer.num_lost = "", 0
-            self._view.say(f"{self._run.folder} can be written again{lost}", is_event=True)
-        return True
-
-    def _cannot_write(self, problem: str) -> None:
-        if not self._disk_problem:
-            text = f"{problem}; until then the job trains on, but nothing is started in place of what is lost"
-            self._view.say(text, is_event=True)
-            self._disk_problem, self._write_at = problem, time.monotonic() + RETRY_S
 
     def _do(self, action: Action, state: State) -> None:
         _LOG.debug("generation %d: %s", state.generation, action)
@@ -233,13 +223,26 @@ class Supervisor:
 
     def _exclude(self, action: Exclude, state: State) -> None:
         try:
-            drain.exclude(self._run, action.node, action.why)
-        except NotWritten as error:
-            self._cannot_write(str(error))
+            is_done = self._exclusions.exclude(action.node, action.why)
+        except KitError as error:
+            self._exclude_again(action.node)
+            if isinstance(error, NotWritten):
+                self._writer.cannot_write(str(error))
+            else:
+                self._view.say(f"{action.node} is not drained, though broken: {error}", is_event=True)
+            return
+        if not is_done:
+            self._exclude_again(action.node)
             return
         self._view.say(out_of_the_job(action.node, action.why), is_event=True)
         self._note("drain", about=action.node, why=action.why)
         threading.Thread(target=self._attempt, args=(action, state), daemon=True).start()
+
+    def _exclude_again(self, name: str) -> None:
+        """Have it decided once more that a node is drained: what was decided could not be done."""
+        known = self._state.known
+        again = dataclasses.replace(known[name], excluded=NodeHistory().excluded)
+        self._state = dataclasses.replace(self._state, known={**known, name: again})
 
     def _attempt(self, action: NodeAction, state: State) -> None:
         try:
@@ -285,10 +288,8 @@ class Supervisor:
 
     def _write_plan(self, name: str, node: NodePlan, written: Future[None]) -> None:
         try:
-            with self._run.changing():
-                self._run.nodes = {**self._run.nodes, name: dataclasses.asdict(node)}
+            self._writer.write_plan(name, node)
         except NotWritten as error:
-            self._cannot_write(str(error))
             written.set_exception(error)
         else:
             written.set_result(None)
@@ -305,7 +306,7 @@ class Supervisor:
             also=finish.text,
             because=finish.cause,
         )
-        return dataclasses.replace(found, without=(*found.without, *out))
+        return dataclasses.replace(found, without=(*found.without, *out), may_go_on=finish.may_go_on)
 
     def stop(self, *, force: bool) -> dict[str, Any]:
         """Stop the run on every node: host → what was found there, or the exception."""
@@ -383,9 +384,9 @@ class Supervisor:
             return
         if kind == "lost":
             if seen.reachable or name not in self._heard:
-                why = self._note_error("unreachable", name, value)
-                text = f"{name}: cannot be reached from here ({why}); trying again"
-                self._view.say(text, is_event=self._acts)
+                self._note_error("unreachable", name, value)
+                why = "; ".join(each.problem.found for each in value.errors)
+                self._view.say(f"{name}: no connection from here: {why}; trying again", is_event=self._acts)
                 self._told[name] = dataclasses.replace(self._told[name], silent_since=time.time())
             self._heard.add(name)
             self._statuses.pop(name, None)
@@ -398,7 +399,7 @@ class Supervisor:
         self._heard.add(name)
         if kind == "unknown":
             self._seen[name] = Observation(problem=seen.problem, broken=seen.broken)
-            self._lines[name] = self._out(name) or "spare"
+            self._lines[name] = self._drained.line(name) or "spare"
             return
         status = value["status"] if kind == "part" else value
         if kind == "part":
@@ -424,7 +425,7 @@ class Supervisor:
     def _note(self, kind: str, **fields: Any) -> None:
         """Add an event to the run's; what one who only watches has seen, the other has seen too."""
         if self._acts and not self._gatherer.add(self._run.event_line(kind, **fields)):
-            self._cannot_write(NO_ROOM.format(self._run.folder))
+            self._writer.cannot_write(NO_ROOM.format(self._run.folder))
 
     def _note_error(self, kind: str, name: str, error: KitError) -> str:
         """Add an event about a node's error to the run's; returns the error in a line, without the node's name."""
@@ -438,26 +439,17 @@ class Supervisor:
         if self._acts:
             offset = self._run.clock_offsets.get(name, 0.0)
             if not self._gatherer.add_of_node(name, found, clock_offset=offset):
-                self._cannot_write(NO_ROOM.format(self._run.folder))
+                self._writer.cannot_write(NO_ROOM.format(self._run.folder))
         else:
             self._ungathered[name].extend(found)
 
     def _line(self, name: str, status: NodeStatus) -> str:
-        if not status["alive"] and (out := self._out(name)):
+        if not status["alive"] and (out := self._drained.line(name)):
             return out
         if not status["alive"] and status.get("state") not in runs.ENDED:
-            busy = self._busy.get(name)
-            spare = not status.get("agent")
-            return busy or ("spare" if spare else "gone")
+            return self._busy.get(name) or absence(status)
         now = time.time() + self._run.clock_offsets.get(name, 0.0)
         return status_line(status, now=now)
-
-    def _out(self, name: str) -> str:
-        """The line of a node that is drained; "" of others."""
-        if name not in self._rules.drained:
-            return ""
-        why = self._run.drained_because.get(name, "")
-        return f"drained  {why}" if why else "drained"
 
     def _tell(self, name: str, status: NodeStatus) -> None:
         """Say what failed on a node, and remember it for the verdict."""
@@ -468,6 +460,8 @@ class Supervisor:
             if failure not in told.failures:
                 last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
                 how = how_it_ended(failure.exitcode)
+                if is_secondary(failure.error, failure.exitcode) and not was_told(failure):
+                    last_line = "it has lost another rank"  # its own words are in the log, and long
                 text = f"{name}: rank {failure.rank} ended with {how}: {last_line}"
                 self._view.say(text, is_event=True)
         if (notice := str(status.get("notice") or "")) != told.notice and notice:

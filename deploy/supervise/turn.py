@@ -40,7 +40,8 @@ class Turn:
 
     def change(self, **changes: Any) -> None:
         """Change fields of the state."""
-        self.state = dataclasses.replace(self.state, **changes)
+        if any(getattr(self.state, name) != value for name, value in changes.items()):
+            self.state = dataclasses.replace(self.state, **changes)
 
     def ask(self, name: str, what: str, again_s: float, action: Action) -> None:
         """Ask for an action, unless the same was asked for just now."""

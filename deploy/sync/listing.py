@@ -13,8 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nodekit.deploy.host import treefiles as host
-from nodekit.deploy.sync.selection import IGNORE_FILE, select
+from nodekit.deploy.host.code import treefiles as host
+from nodekit.deploy.host.files import make_private
+from nodekit.deploy.sync.selection import IGNORE_FILE, above, select
 from nodekit.inventory.errors import KitError
 
 # A file changed within one tick of the kernel's clock after it was hashed could keep its stat: no hash of a
@@ -23,7 +24,7 @@ _RACY_NS = 100_000_000
 
 
 class Entry(NamedTuple):
-    """One file or symbolic link; also a row of `deploy/host/treefiles.py`, which fixes the order of the fields."""
+    """One file or symbolic link; also a row of `deploy/host/code/treefiles.py`, which fixes the order of the fields."""
 
     path: str
     kind: str
@@ -95,7 +96,7 @@ def list_code(folder: Path) -> Tree:
     for path in selection.paths:
         try:
             found = os.lstat(f"{root}/{path}")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue  # deleted, but still in git's index
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
@@ -106,6 +107,10 @@ def list_code(folder: Path) -> Tree:
             links.append(path)
         elif not stat.S_ISDIR(found.st_mode):
             problems.append(f"{path} is a {_kind(found.st_mode)}, which cannot be sent")
+    # What git knows below a folder that is a link by now is not there: the link leads to where it is.
+    if linked := set(links):
+        files = {path: found for path, found in files.items() if linked.isdisjoint(above(path))}
+        links = [path for path in links if linked.isdisjoint(above(path))]
     stats = _hashed(root, files, problems)
     entries = [
         Entry(path, "f", bool(files[path].st_mode & stat.S_IXUSR), known[0], known[4])
@@ -208,7 +213,7 @@ def _cache_file(root: Path) -> Path:
 def _remember(cache: Path, stats: dict[str, list[Any]]) -> None:
     draft = cache.with_suffix(f".{os.getpid()}")
     try:
-        cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(cache.parent)
         draft.write_text(json.dumps(stats), encoding="ascii")
         draft.replace(cache)
     except OSError:

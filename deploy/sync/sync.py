@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.connect.channel import RemoteError, all_or_raise, on_all
-from nodekit.deploy.host import tree as host
+from nodekit.deploy.host.code import tree as host
 from nodekit.deploy.sync.listing import Entry, Tree, list_code
 from nodekit.deploy.sync.progress import Progress, progress_bars
 from nodekit.deploy.sync.transfer import Delivery, HostChannel, SourceChanged, bring, seconds_left
@@ -29,6 +29,7 @@ __all__ = [
 _PACKAGES = ("nodekit.deploy", "nodekit.inventory", "nodekit.slurm", "nodekit.training")
 _SUFFIXES = (".py", ".yaml", ".json", ".tsv")
 _FULL = ("ENOSPC", "EDQUOT")
+_ANSWER_S = 2.0  # for a host to say who else is syncing, after having waited for him
 _ATTEMPTS = 2  # to send the files: the second trusts nothing from the first
 
 
@@ -115,7 +116,7 @@ def _send_one(
             dest=target.dest,
             digest=tree.digest,
             owner=owner,
-            wait_s=0.9 * left_s,
+            wait_s=left_s - min(left_s / 2, _ANSWER_S),
             **more,
         )
 

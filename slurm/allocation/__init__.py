@@ -1,4 +1,4 @@
 """What runs inside a job that Slurm has started: one task on each node, of which the first one leads.
 
-It may import what `deploy.supervise` may, and the rest of `slurm`.
+It may import what `slurm` may, and `slurm.sbatch_parameters`.
 """

@@ -53,11 +53,14 @@ from nodekit.slurm.allocation.requeue import (
     exclude,
     finish,
     has_made_progress,
+    is_missing_step,
     job_now,
     keep_records_in,
     node_name,
     num_restarts,
+    place_of_log,
     queue_again_without_leader,
+    readable_record_of,
     record_of,
     settings_of,
     snapshots_of,
@@ -73,6 +76,17 @@ PR_SET_CHILD_SUBREAPER = 36
 # Slurm signals every process of a job. A warning is for the leader alone, so the host-side servers and what they start
 # ignore it; SIGTERM is for the agents, and for the leader, who needs these servers to see how they end.
 DEAF = "import signal as s;s.signal(s.SIGUSR2,s.SIG_IGN);s.signal(s.SIGTERM,lambda *_:None);"
+
+
+_NO_LIMIT_MIN = 10**6
+"""What submitit reckons with where it has no number: without `slurm.time`, or with Slurm's own words (``2-0``)."""
+
+
+def own_job_id(environ: Mapping[str, str]) -> str:
+    """This job's id as kit knows it: of an array's task, ARRAY_INDEX."""
+    if array := environ.get("SLURM_ARRAY_JOB_ID"):
+        return f"{array}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ["SLURM_JOB_ID"]
 
 
 class Allocated:
@@ -94,6 +108,9 @@ class Allocated:
             status = lead(Path(run_dir), place)
         except QueueAgain as again:
             assert callable(handler)
+            own = getattr(handler, "__self__", None)
+            if own is not None and not isinstance(own._delayed._timeout_min, int):
+                own._delayed._timeout_min = _NO_LIMIT_MIN
             try:
                 # submitit's: calls `checkpoint`, has Slurm queue the job again, and exits
                 handler(signal.SIGUSR2, None)
@@ -232,6 +249,7 @@ def lead(run_dir: Path, place: Path) -> int:
     own = node_name()
     addresses = [*filter(None, [os.environ.get("SLURM_LAUNCH_NODE_IPADDR")]), own]
     contact = {"leader": own, "addresses": addresses, "port": tasks.port, "token": token}
+    contact |= place_of_log(place)
     write_private(str(place), json.dumps(contact).encode())
     threading.Thread(target=serve, args=(place,), daemon=True).start()
     with log.open("a", buffering=1, encoding="utf-8") as out, contextlib.redirect_stdout(out):
@@ -254,9 +272,10 @@ def lead(run_dir: Path, place: Path) -> int:
             write_private(str(place), json.dumps({**contact, "over": True}).encode())
             tasks.close()
         if ending.why and status == STOPPED_EXIT:
-            is_queued_again, status = _queue_again(run_dir, ending)
+            is_queued_again, status = _queue_again(run_dir, ending, place)
         if not is_queued_again:
-            if status == STOPPED_EXIT and (run := record_of(run_dir)) is not None and run.state != "stopped":
+            run = readable_record_of(run_dir) if status == STOPPED_EXIT else None
+            if run is not None and run.state != "stopped":
                 run.finish_stopped()  # it was on record as one that did not start
             finish(run_dir, status)
     if is_queued_again:
@@ -269,7 +288,7 @@ def _tell_of_failed_start(run_dir: Path, error: KitError) -> None:
     from nodekit.deploy.notify import notify
 
     job = what_to_run(run_dir)
-    run = record_of(run_dir) or Run(
+    run = readable_record_of(run_dir) or Run(
         run_id=run_dir.name,
         name=job["inventory"]["name"],
         inventory_path=job["inventory"]["path"],
@@ -296,17 +315,17 @@ def _beat_until(place: Path, over: threading.Event) -> None:
             return
 
 
-def _queue_again(run_dir: Path, ending: Ending) -> tuple[bool, int]:
+def _queue_again(run_dir: Path, ending: Ending, place: Path) -> tuple[bool, int]:
     """Whether a job that was stopped before its end goes back to the queue, and else kit's exit status."""
     job = job_now()
     # Somebody has cancelled it, or requeued it by hand. A job that is about to be preempted is still RUNNING.
     if not ending.is_warned and job.get("JobState") != "RUNNING":
         return False, STOPPED_EXIT
-    run, limit = record_of(run_dir), settings_of(run_dir).max_requeues
+    run, limit = readable_record_of(run_dir), settings_of(run_dir).max_requeues
     is_preempted = job.get("PreemptTime", "None") != "None"
     if num_restarts() >= limit:
         why = f"the job was queued again {num_restarts()} times: slurm.max_requeues is {limit}"
-    elif not (has_made_progress(run_dir) or is_preempted or ending.lost):
+    elif not (has_made_progress(run_dir) or is_preempted or ending.lost or is_missing_step(place)):
         why = "it had to end before its first step, and would again: is slurm.time enough for its start?"
     else:
         print(f"{run_dir.name}: stopped by {ending.why}; Slurm queues it again", flush=True)
@@ -344,6 +363,7 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
     options = Options(
         inventory=inventory.path,
         command=tuple(job["command"]) if job["command"] else None,
+        skip_check=job.get("skip_check", False),
         ssh=SshOptions(open=tasks.open),
     )
     shown = _logs_of(run_dir, here)
@@ -353,6 +373,8 @@ def _up(run_dir: Path, tasks: Tasks, ending: Ending) -> int:
             client.run.left_out = job.get("left_out", {})
         args = (run_dir, tasks, here, inventory.nodes.min, ending)
         threading.Thread(target=_look_for_nodes, args=args, daemon=True).start()
+        # The verdict is as wide as the terminal that the job was submitted from.
+        os.environ["COLUMNS"] = str(job.get("columns", 100))
         return watch.watch(client, options, shown=shown, is_asked=False)
 
 
@@ -396,7 +418,7 @@ def _look_for_nodes(run_dir: Path, tasks: Tasks, names: list[str], least: int, e
     while not ending.over.wait(LOOK_S):
         absent = tasks.absent(names)
         if absent != before:
-            told = {"job": os.environ["SLURM_JOB_ID"], "nodes": absent}
+            told = {"job": own_job_id(os.environ), "nodes": absent}
             write_private(str(file), json.dumps(told).encode())
             before = absent
         if len(names) - len(absent) >= least:

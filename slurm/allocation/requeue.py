@@ -20,12 +20,13 @@ from nodekit.deploy.agent.ranks.budget import LONG_ATTEMPT_S
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.inventory.errors import JobFailed
+from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import SlurmSettings
-from nodekit.training.snapshots.fence import FILE as FENCE
+from nodekit.training.snapshots.files.fence import FILE as FENCE
 
 ASK_S = 20.0  # for an answer of Slurm
+_ROWS = (("cause", "what"), ("cure", "cure"))
 
 
 def node_name() -> str:
@@ -68,13 +69,66 @@ def job_now() -> dict[str, str]:
     return dict(re.findall(rf"(?:^|\s)({names})=(\S*)", said))
 
 
-def queue_again_without_leader(run_dir: Path, why: str, lost: list[str]) -> None:
+def place_of_log(place: Path) -> dict[str, Any]:
+    """Where srun and the tasks of this start of the job write, for `place`, which the leader writes at its start."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+    log = Path(os.environ.get("SUBMITIT_FOLDER", place.parent)) / f"{job}_0_log.out"
+    size_bytes = 0
+    with contextlib.suppress(OSError):
+        size_bytes = log.stat().st_size  # of earlier starts: Slurm appends
+    return {"log": str(log), "log_from": size_bytes}
+
+
+def _errors(place: Path) -> tuple[str, list[str]]:
+    """The file that srun writes to, and its errors of this start of the job."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        told = json.loads(place.read_text(encoding="utf-8"))
+        with Path(told["log"]).open("rb") as log:
+            log.seek(told["log_from"])
+            lines = log.read().decode(errors="replace").splitlines()
+        return told["log"], [line for line in lines if re.match(r"(srun|slurmstepd\S*): error: ", line)]
+    return str(place.parent), []
+
+
+def is_missing_step(place: Path) -> bool:
+    """Whether srun has ended the tasks since a node was started anew before Slurm had missed it."""
+    return any("missing step" in line for line in _errors(place)[1])
+
+
+def srun_cause(place: Path) -> dict[str, str]:
+    """Why srun has ended, in its own words, as the fields of a `Cause`."""
+    log, errors = _errors(place)
+    said = [line for line in errors if "missing step" in line] or errors[-2:]
+    of_node = "; a node was started anew before Slurm had missed it" if is_missing_step(place) else ""
+    return {
+        "name": "srun-ended",
+        "what": f"srun ended kit's tasks on all nodes{of_node}" + (f": {'; '.join(said)}" if said else ""),
+        "cure": f"kit up goes on from the newest snapshot. What srun and the tasks said is in {log}",
+    }
+
+
+def fail_without_leader(run_dir: Path, why: str, cause: dict[str, str]) -> None:
+    """Have the run on record as failed, and tell it where `kit up` shows it."""
+    told = [
+        f"\n{run_dir.name} failed: {why}",
+        *(f"  {label:<10}{cause[key]}" for label, key in _ROWS if cause),
+    ]
+    with (run_dir / "slurm" / "logs" / "kit.log").open("a", encoding="utf-8") as log:
+        log.write("\n".join(told) + "\n")
+    finish(run_dir, JobFailed.exit_code, "failed", why, cause)
+
+
+def queue_again_without_leader(
+    run_dir: Path, why: str, lost: list[str], cause: dict[str, str] | None = None
+) -> None:
     """Have Slurm queue the job again, or end it if it has done so too often; said where `kit up` shows it.
 
     Args:
         run_dir: the run's folder.
         why: what has become of the leader, who would else do this.
         lost: the nodes that are lost.
+        cause: the known one, as the fields of a `Cause`.
 
     Raises:
         RuntimeError: it was queued again too often.
@@ -84,10 +138,11 @@ def queue_again_without_leader(run_dir: Path, why: str, lost: list[str]) -> None
     then = (
         f"and it was queued again {limit} times (slurm.max_requeues)" if is_over else "Slurm queues it again"
     )
-    with (run_dir / "slurm" / "logs" / "kit.log").open("a", encoding="utf-8") as log:
-        log.write(f"{why}; {then}\n")
     if is_over:
-        finish(run_dir, JobFailed.exit_code, "failed", f"{why}, {then}")
+        fail_without_leader(run_dir, f"{why}, {then}", cause or {})
+    else:
+        with (run_dir / "slurm" / "logs" / "kit.log").open("a", encoding="utf-8") as log:
+            log.write(f"{why}; {then}\n")
     # It comes with what is asked for now, and would end what is asked next.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _slurm(*(["scancel"] if is_over else ["scontrol", "requeue"]), os.environ["SLURM_JOB_ID"])
@@ -102,11 +157,27 @@ def keep_records_in(run_dir: Path) -> None:
 
 
 def record_of(run_dir: Path) -> Run | None:
-    """The leader's record of the run, once it has one; `keep_records_in` comes first."""
-    return next((run for run in runs.all_runs() if run.run_id == run_dir.name), None)
+    """The leader's record of the run, once it has one; `keep_records_in` comes first.
+
+    Raises:
+        KitError: it cannot be read.
+    """
+    found, unreadable = runs.on_record()
+    for each in unreadable:
+        raise each.error()
+    return next((run for run in found if run.run_id == run_dir.name), None)
 
 
-def finish(run_dir: Path, status: int, state: str = "", verdict: str = "") -> None:
+def readable_record_of(run_dir: Path) -> Run | None:
+    """The same; None also where it cannot be read, for what is only told."""
+    with contextlib.suppress(KitError):
+        return record_of(run_dir)
+    return None
+
+
+def finish(
+    run_dir: Path, status: int, state: str = "", verdict: str = "", cause: dict[str, str] | None = None
+) -> None:
     """Leave for `kit up` and `kit status` how the job ended.
 
     Args:
@@ -114,9 +185,10 @@ def finish(run_dir: Path, status: int, state: str = "", verdict: str = "") -> No
         status: kit's exit status.
         state: the run's last one, where its record does not have it yet.
         verdict: why.
+        cause: the known one, as the fields of a `Cause`.
     """
-    if state and (run := record_of(run_dir)) is not None:
-        run.finish(state, verdict)
+    if state and (run := readable_record_of(run_dir)) is not None:
+        run.finish(state, verdict, cause)
     result = {"exit": status, "attempt": attempt()}
     write_private(str(run_dir / "slurm" / "result.json"), json.dumps(result).encode())
     # The next submission brings its own.

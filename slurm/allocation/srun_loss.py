@@ -30,10 +30,12 @@ def main(runs: Path) -> None:
         requeue.keep_records_in(run_dir)
         if requeue.job_now().get("JobState") != "RUNNING":
             continue
-        if requeue.has_made_progress(run_dir):
-            requeue.queue_again_without_leader(run_dir, WHY, [])
+        cause = requeue.srun_cause(place)
+        if requeue.is_missing_step(place) or requeue.has_made_progress(run_dir):
+            requeue.queue_again_without_leader(run_dir, WHY, [], cause)
         else:
-            print(f"{WHY}, and before the first step: the job is not queued again", file=sys.stderr)
+            why = f"{WHY}, and it is not queued again: it had not made its first step, as far as kit can tell"
+            requeue.fail_without_leader(run_dir, why, cause)
 
 
 if __name__ == "__main__":

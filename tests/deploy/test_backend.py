@@ -11,6 +11,7 @@ import pytest
 from nodekit.deploy.backend import Backend, backend_of
 from nodekit.deploy.commands.cli import main
 from nodekit.deploy.connect.channel import HostChannel
+from nodekit.deploy.launch.options import StopOptions
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run, RunFolder
@@ -35,16 +36,14 @@ class Cloud:
         print(f"watching {run.run_id}")
         return 0
 
-    def down(
-        self, run: Run, ssh: Any, *, force: bool = False, lost: bool = False, fetch: bool = False
-    ) -> int:
+    def down(self, run: Run, options: StopOptions) -> int:
         self.downs.append(run.run_id)
         return 0
 
     def sweep_status(self, members: list[Run], ssh: Any, *, as_json: bool) -> int:
         raise NotImplementedError
 
-    def sweep_down(self, members: list[Run], ssh: Any, *, fetch: bool = False) -> int:
+    def sweep_down(self, members: list[Run], options: StopOptions) -> int:
         raise NotImplementedError
 
     def status(self, run: Run, ssh: Any) -> Status:

@@ -10,7 +10,7 @@ from places import ROOT
 from nodekit.deploy.plan.findings import Finding, failures
 from nodekit.inventory.errors import HostError, InventoryError, KitError, KitErrors, NotWritten, Problem
 
-FOREIGN = {"deploy/host/venvs.py", "deploy/sync/transfer.py"}
+FOREIGN = {"deploy/host/code/venvs.py", "deploy/sync/transfer.py"}
 """Where the words of others, of urllib and of an SFTP server, are searched: they have no fields."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 
 IMPORTERS = RECORDED / "importers"
+JUMP = "Ansible reaches it through a jump host: say so as ProxyJump in ~/.ssh/config"
 
 
 def recorded(name: str) -> str:
@@ -175,7 +178,7 @@ def test_an_ssh_configuration_without_a_host_says_so() -> None:
 
 
 def test_deepops_layout_gives_a_group_of_groups() -> None:
-    jump = "Ansible reaches it through a jump host: say so as ProxyJump in ~/.ssh/config"
+    jump = JUMP
     found = ansible.read(recorded("ansible-deepops.ini"), "f", "slurm-cluster")
     assert said(found) == {
         "login01": {"address": "10.0.1.1", "user": "ubuntu", "note": jump},
@@ -233,6 +236,43 @@ def test_what_ansible_inventory_lists() -> None:
     assert said(found) == {
         "gpu1": {"address": "10.0.0.11", "port": 2201, "user": "train"},
         "gpu2": {"address": "10.0.0.12", "user": "train"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("-o UserKnownHostsFile=/lab/known_hosts", {"known_hosts": "/lab/known_hosts"}),
+        ("-oUserKnownHostsFile=~/known -o StrictHostKeyChecking=no", {"known_hosts": "~/known"}),
+        ("""-o 'UserKnownHostsFile="/my lab/50%%" ~/.ssh/known_hosts'""", {"known_hosts": "/my lab/50%"}),
+        (
+            "-o userknownhostsfile=/k -o 'IdentityFile = /key' -o Port=22",
+            {"known_hosts": "/k", "identity_file": "/key"},
+        ),
+        ("-o UserKnownHostsFile=/dev/null", {}),
+        ("-o UserKnownHostsFile=/k/%h", {}),
+        ("-o ProxyCommand='touch /tmp/x' -o LocalCommand=reboot -F /x", {"note": JUMP}),
+        ("-o 'UserKnownHostsFile=/k", {}),
+    ],
+)
+@pytest.mark.parametrize("name", ["ansible_ssh_common_args", "ansible_ssh_extra_args"])
+def test_of_the_arguments_of_ssh_those_that_kit_has(
+    name: str, arguments: str, wanted: dict[str, str]
+) -> None:
+    host = {name: arguments, "ansible_port": 7, "ansible_ssh_extra_args" * ("extra" not in name) or "x": "-v"}
+    text = json.dumps({"gpu": {"hosts": {"gpu1": host}}})
+    assert said(ansible.read(text, "f")) == {"gpu1": {"port": 7, **wanted}}
+
+
+def test_an_interpreter_that_is_named() -> None:
+    text = (
+        "gpu1 ansible_python_interpreter=/opt/venv/bin/python\ngpu2 ansible_python_interpreter=auto_silent\n"
+    )
+    text += "localhost ansible_connection=local ansible_python_interpreter=~/venv/bin/python\n"
+    assert said(ansible.read(text, "f")) == {
+        "gpu1": {"python": "/opt/venv/bin/python"},
+        "gpu2": {},
+        "localhost": {"connection": "local", "python": "~/venv/bin/python"},
     }
 
 
@@ -482,12 +522,23 @@ def test_no_text_makes_an_importer_crash_or_name_what_is_no_host(kind: str, data
         try:
             inventory = loaded(made.text, Path(folder))
         except InventoryError as error:  # a value that no inventory takes, as a key's path with a NUL
-            assert "identity_file" in str(error)  # noqa: PT017
+            assert re.search("identity_file|known_hosts", str(error))  # noqa: PT017
             return
     for host, known in zip(inventory.hosts, found.hosts, strict=False):
         if len(inventory.hosts) == len(found.hosts):
-            assert (host.name, host.user, host.port) == (known.name, known.user, known.port)
-            assert host.address == known.address or host.address in (host.name, "127.0.0.1")
+            renamed = f"host-{known.name}" if hostlists.is_own_name(known.name) else known.name
+            assert (host.name, host.user, host.port) == (renamed, known.user, known.port)
+            assert host.address == known.address or host.address in (known.name, "127.0.0.1")
+
+
+@pytest.mark.parametrize("name", ["slurm", "code", "state", "code.tree.json"])
+def test_a_host_that_is_called_as_a_folder_of_kits_gets_another_name(name: str, tmp_path: Path) -> None:
+    looked = [
+        Looked(host=importers.FoundHost(name=each, where="hosts:1"), problem="off") for each in (name, "gpu1")
+    ]
+    made = template.from_hosts(looked, name="c", file="c", command="kit init", date="today")
+    first, second = loaded(made.text, tmp_path).hosts
+    assert (first.name, first.address, second.name) == (f"host-{name}", name, "gpu1")
 
 
 @settings(max_examples=150, deadline=None)

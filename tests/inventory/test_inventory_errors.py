@@ -3,6 +3,7 @@
 # ruff: noqa: E501  # tables of whole messages
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,7 @@ def test_a_mistake_is_told_with_its_line_and_what_was_wanted(
         ('"":', f'hosts."": found "", wanted {HOSTLIST}'),
         ("n[1-:", f'hosts.n[1-: found "n[1-", wanted {HOSTLIST} (a bracket is not closed or not opened)'),
         ("n[1,1]:", f'hosts.n[1,1]: found "n[1,1]", wanted {HOSTLIST} (it has a name twice)'),
+        ("n[1-2]!n[1-2]:", f'hosts.n[1-2]!n[1-2]: found "n[1-2]!n[1-2]", wanted {HOSTLIST} (it has no name)'),
         ("n[1-99999]:", f'hosts.n[1-99999]: found "n[1-99999]", wanted {HOSTLIST} (it stands for more than 10,000 hosts)'),
     ],
 )  # fmt: skip
@@ -233,6 +235,10 @@ def test_a_mistake_in_a_host_is_told(tmp_path: Path, written: str, problem: str)
         ("slurm: {nodes: 1, mem_gb: 64G}", 'slurm.mem_gb: found "64G", wanted a number of GB above 0'),
         ("slurm: {nodes: 1, cpus_per_task: 0}", "slurm.cpus_per_task: found 0, wanted a whole number, 1 or more"),
         ("slurm: {nodes: 1, array: 5}", 'slurm.array: found 5, wanted indexes as sbatch --array takes them, as 0-15%4: write "5"'),
+        ("slurm: {nodes: 1, array: 5-3}", 'slurm.array: found "5-3", wanted a first index, a last one that is not below it, and a step from 1, and not 5-3'),
+        ('slurm: {nodes: 1, array: "0-3:0"}', 'slurm.array: found "0-3:0", wanted a first index, a last one that is not below it, and a step from 1, and not 0-3:0'),
+        ("slurm: {nodes: 1, array: 0-99999}", 'slurm.array: found "0-99999", wanted at most 10000 runs, and not 100000'),
+        ("slurm: {nodes: 1, array: 0-3%0}", 'slurm.array: found "0-3%0", wanted one job or more at once, after %'),
         ("slurm: {nodes: 1, setup: module load x}", 'slurm.setup: found "module load x", wanted a list: write ["module load x"]'),
         ("slurm: {nodes: 1, extra: {a: [1]}}", "slurm.extra.a: found [1], wanted text, a number, true or false"),
         ("slurm: {nodes: 1, login: a b}", 'slurm.login: found "a b", wanted a login node, as user@login.example.org'),
@@ -430,6 +436,32 @@ def test_a_missing_file_names_the_ones_that_are_there(
     assert str(raised.value) == "b.yml/x: cannot be read: Not a directory"
 
 
+def test_of_many_mistakes_the_first_are_told_and_how_many_more(tmp_path: Path) -> None:
+    def told(number: int) -> list[str]:
+        path = tmp_path / "lab.yaml"
+        path.write_text("hosts:\n" + "".join(f"  gpu{each}: {{prot: 22}}\n" for each in range(number)))
+        with pytest.raises(InventoryError) as raised:
+            load_inventory(path)
+        return str(raised.value).splitlines()
+
+    assert len(told(20)) == 20
+    assert "gpu19.prot: found an unknown key" in told(20)[-1]
+    assert told(1000)[:19] == told(20)[:19]
+    assert told(1000)[19:] == [f"{tmp_path}/lab.yaml: and 981 more mistakes"]
+
+
+def test_a_file_that_is_far_too_long_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "lab.yaml").write_bytes(b"#" * (1 << 20))
+    with pytest.raises(InventoryError, match="found an empty file"):
+        load_inventory(tmp_path / "lab.yaml")
+    for path in (tmp_path / "lab.yaml", Path("/dev/zero")):
+        if path.parent == tmp_path:
+            path.write_bytes(b"#" * (1 << 20) + b"\n")
+        with pytest.raises(InventoryError) as raised:
+            load_inventory(path)
+        assert str(raised.value) == f"{path}: found more than 1 MiB, wanted an inventory file"
+
+
 def test_a_file_that_is_not_utf_8_is_told_with_the_line(tmp_path: Path) -> None:
     (tmp_path / "lab.yaml").write_bytes("hosts:\n  a:\nname: café\n".encode("latin-1"))
     with pytest.raises(InventoryError) as raised:
@@ -480,7 +512,16 @@ def test_no_junk_raises_anything_but_an_inventory_error(tmp_path: Path, text: st
     except InventoryError as error:
         for line in str(error).encode().decode().split("\n"):
             assert line.startswith(f"{tmp_path}/lab.yaml:"), line
-            assert "found" in line, line
-            assert "wanted" in line, line
+            assert ("found" in line and "wanted" in line) or re.search(r": and \d+ more mistakes$", line), (
+                line
+            )
     else:
         assert restore(json.loads(json.dumps(dump(inventory)))) == inventory
+
+
+@pytest.mark.parametrize("name", ["code", "slurm", "state", "code.tree.json"])
+def test_a_host_is_not_called_as_a_folder_of_kits(tmp_path: Path, name: str) -> None:
+    assert told(tmp_path, f"hosts:\n  code.example.org:\n  {name}:\n") == [
+        f"lab.yaml:3: hosts.{name}: found the host {name}, as kit calls a folder of its own (code, slurm, state), "
+        f"wanted another name, as host-{name}: {{address: {name}}}"
+    ]

@@ -11,11 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 from places import RECORDED
 from slurm_runs import Site
+from submitit.core.job_environment import SignalHandler
+from submitit.core.utils import DelayedSubmission
 
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.launch.options import Options
@@ -24,11 +27,10 @@ from nodekit.deploy.records import runs
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory, SlurmSettings
-from nodekit.slurm import submit
-from nodekit.slurm.accounts import Usage, account_problem, parse_usage, usage
-from nodekit.slurm.allocation import requeue
-from nodekit.slurm.allocation.allocation import Ending
-from nodekit.slurm.jobs import (
+from nodekit.slurm.allocation import allocation, requeue, srun_loss
+from nodekit.slurm.allocation.allocation import Allocated, Ending, QueueAgain, own_job_id
+from nodekit.slurm.cluster.accounts import Usage, account_problem, parse_usage, usage
+from nodekit.slurm.cluster.jobs import (
     Job,
     Slurm,
     beyond_limits,
@@ -38,8 +40,10 @@ from nodekit.slurm.jobs import (
     parse_jobs,
     time_limit,
 )
-from nodekit.slurm.prepare import prepare
+from nodekit.slurm.cluster.login import of_a_job
 from nodekit.slurm.sbatch_parameters import inventory_keys, parameters, planned_gpus
+from nodekit.slurm.submission import submit
+from nodekit.slurm.submission.prepare import Ready, _not_shared, dry_run, prepare
 
 
 def recorded(name: str) -> str:
@@ -101,6 +105,68 @@ def test_a_job_named_like_a_field_is_read_all_the_same() -> None:
     assert "JobName=lr=1e-3 JobState=mine " in text
     (job,) = parse_jobs(text).values()
     assert job.state == "RUNNING"
+
+
+def test_what_a_job_has_in_its_environment_is_not_for_another_job() -> None:
+    own = {"SLURM_JOB_ID": "1", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURMD_NODENAME": "n1", "PMIX_RANK": "0"}
+    users = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_CLUSTERS": "a", "SBATCH_ACCOUNT": "lab", "PATH": "/bin"}
+    assert of_a_job({**users, **own}) == list(own)
+    assert of_a_job({**users, "SLURM_ACCOUNT": "lab"}) == [], "outside of a job it is the user's own"
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "expected"),
+    [
+        ("WORD", "", ""),
+        ("Job 5 begins on n1\nWORD\n", "", ""),
+        (
+            "",
+            "srun: error: Unable to allocate resources",
+            "no idle node to try whether slurm.shared_dir is shared",
+        ),
+        ("Job 5 begins on n1\n", "", "no idle node to try whether slurm.shared_dir is shared"),
+        (
+            "",
+            "bash: cat: No such file or directory",
+            "no idle node to try whether slurm.shared_dir is shared",
+        ),
+        ("", "Job 5\ncat: NAME: No such file or directory", None),
+    ],
+)
+def test_a_folder_is_shared_unless_a_node_says_that_its_file_is_not_there(
+    out: str, err: str, expected: str | None
+) -> None:
+    """A site's task prolog may print lines of its own."""
+    file: dict[str, str] = {}
+
+    class Node(Recorded):
+        def call(self, op: str, **given: Any) -> Any:
+            if op == "write_file":
+                file.update(NAME=given["path"], WORD=given["text"])
+                return None
+            if given["argv"][0] == "rm":
+                return {"status": 0, "out": "", "err": ""}
+            said = {"out": out, "err": err}
+            for word, value in file.items():
+                said = {stream: text.replace(word, value) for stream, text in said.items()}
+            return {"status": 1 if err else 0, **said}
+
+    def find() -> str:
+        return _not_shared(Node({}), "/s/a dir", settings(nodes=1))  # type: ignore[arg-type]  # it has what is called
+
+    if expected is not None:
+        assert find() == expected
+        return
+    with pytest.raises(
+        KitError, match=r"is not the folder that the login node has .*No such file or directory"
+    ):
+        find()
+
+
+def test_a_job_is_known_by_its_place_in_an_array() -> None:
+    assert own_job_id({"SLURM_JOB_ID": "12"}) == "12"
+    array = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
+    assert own_job_id(array) == "12_1"
 
 
 def test_an_array_is_its_tasks() -> None:
@@ -222,7 +288,7 @@ ALWAYS = {
     "job_name": "r",
     "nodes": 2,
     "ntasks_per_node": 1,
-    "time": 30,
+    "time": None,
     "signal_delay_s": 90,
     "stderr_to_stdout": True,
     "setup": [
@@ -256,7 +322,8 @@ def test_gpus_asked_for_in_any_words_are_the_jobs(given: dict[str, Any], planned
     [
         ({"nodes": 2}, 30, {}),
         ({"nodes": "1:2"}, 30, {}),
-        ({"nodes": 2}, 1, {"time": 1, "signal_delay_s": 20}),
+        ({"nodes": 2, "time": 1}, 1, {"time": 1, "signal_delay_s": 20}),
+        ({"nodes": 2, "extra": {"time": "2-0"}}, 30, {"time": "2-0"}),
         ({"nodes": 2, "mem_gb": 1.5}, 30, {"mem": "1536M"}),
         ({"nodes": 2, "gpus_per_node": 0}, 30, {}),
         (
@@ -319,6 +386,23 @@ def test_parameters_are_what_submitit_takes(
     assert asked == {**ALWAYS, **changed}
 
 
+def test_what_would_be_submitted_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = inventory(
+        tmp_path, nodes="2:3", shared_dir="/shared", setup=["module load cuda"], extra={"exclusive": True}
+    )
+    assert dry_run(asked, Options(inventory=asked.path, command=("date",))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  nodes                  3 (goes on while 2 are left)" in lines
+    at = lines.index("  setup                  module load cuda")
+    assert lines[at + 1].startswith("                         export PYTHONPATH=")
+    assert {
+        "  requeue                yes",
+        "  exclusive              yes",
+        "  command                date",
+    } <= set(lines)
+    assert not re.search(r"[\[{]'|True", "\n".join(lines))
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -360,7 +444,7 @@ def test_of_all_that_is_said_slurms_own_words_are_kept(said: str, expected: str)
 
 def problems(folder: Path, *command: str, path: str = "") -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "nodekit.slurm.imports", str(folder)],
+        [sys.executable, "-m", "nodekit.slurm.submission.imports", str(folder)],
         input=json.dumps(command),
         capture_output=True,
         text=True,
@@ -546,12 +630,111 @@ def test_progress_is_what_ranks_wrote_or_time_where_they_write_nothing(
     assert requeue.has_made_progress(run_dir) == expected
 
 
+MISSING_STEP = "srun: error: Aborting, io error and missing step on node 1"
+
+
+def test_what_srun_said_of_this_start_of_the_job_is_why_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "20")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    monkeypatch.delenv("SUBMITIT_FOLDER", raising=False)
+    place, log = tmp_path / "20.1.json", tmp_path / "20_0_log.out"
+    log.write_text(f"{MISSING_STEP}\n")  # of an earlier start, after which the job was queued again
+    place.write_text(json.dumps(requeue.place_of_log(place)))
+    with log.open("a") as out:
+        out.write("submitit INFO: Starting\nsrun: error: node1: task 0: Killed\n")
+    assert not requeue.is_missing_step(place)
+    cause = requeue.srun_cause(place)
+    assert cause["what"] == "srun ended kit's tasks on all nodes: srun: error: node1: task 0: Killed"
+    assert cause["cure"].endswith(f" is in {log}")
+    with log.open("a") as out:
+        out.write(f"{MISSING_STEP}\n")
+    assert requeue.is_missing_step(place)
+    assert requeue.srun_cause(place)["what"] == (
+        "srun ended kit's tasks on all nodes; a node was started anew before Slurm had missed it: "
+        + MISSING_STEP
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "is_over", "text"),
+    [
+        (MISSING_STEP, False, "srun ended before the leader did; Slurm queues it again\n"),
+        (
+            "srun: error: node1: task 0: Killed",
+            True,
+            "and it is not queued again: it had not made its first step",
+        ),
+    ],
+)
+def test_a_job_that_srun_ends_is_queued_again_where_a_node_came_back_or_tells_why_not(
+    said: str, text: str, *, is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "runs" / "r"
+    (run_dir / "slurm" / "logs").mkdir(parents=True)
+    job = {
+        "inventory": dump(inventory(tmp_path, nodes=1)),
+        "shared_dir": str(tmp_path / "shared"),
+        "private": [],
+    }
+    (run_dir / "slurm" / "job.json").write_text(json.dumps(job))
+    (run_dir / "slurm" / "20_0_log.out").write_text(f"{said}\n")
+    log = {"log": str(run_dir / "slurm" / "20_0_log.out"), "log_from": 0}
+    (run_dir / "slurm" / "20.0.json").write_text(json.dumps(log))
+    monkeypatch.setenv("SLURM_JOB_ID", "20")
+    monkeypatch.setenv("XDG_STATE_HOME", "as it was")  # which it changes
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(requeue, "_slurm", lambda *argv: asked.append(argv) or "JobState=RUNNING")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        srun_loss.main(tmp_path / "runs")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (("scontrol", "requeue", "20") in asked) is not is_over
+    told = (run_dir / "slurm" / "logs" / "kit.log").read_text()
+    assert text in told
+    assert (run_dir / "slurm" / "result.json").exists() is is_over
+    assert (f"  cause     srun ended kit's tasks on all nodes: {said}\n" in told) is is_over
+
+
 @pytest.fixture
 def ending() -> Iterator[Ending]:
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
     yield Ending()
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("limit_min", [None, "2-0", "120", 120])
+def test_a_job_goes_back_to_the_queue_whatever_its_time_limit_is_written_as(
+    limit_min: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Ending
+) -> None:
+    """Submitit reckons with what it was given: with text, it was a TypeError, and the job had failed."""
+
+    class Handler(SignalHandler):
+        is_late: bool | None = None
+
+        def checkpoint_and_try_requeue(self, signum: int, frame: FrameType | None = None) -> None:
+            self.is_late = self.has_timed_out()
+
+    handler = Handler(*[None] * 3)  # type: ignore[arg-type]  # all that is looked at is what follows
+    handler._delayed = DelayedSubmission(Allocated(), str(tmp_path))
+    handler._delayed.set_timeout(limit_min, 1)
+    signal.signal(signal.SIGUSR2, handler.checkpoint_and_try_requeue)
+
+    def stopped(*_: Any) -> int:
+        raise QueueAgain(["node2"])
+
+    lost: list[str] = []
+    monkeypatch.setattr(allocation, "keep_records_in", lambda _: None)
+    monkeypatch.setattr(allocation, "attempt", lambda: "1.0")
+    monkeypatch.setattr(allocation, "lead", stopped)
+    monkeypatch.setattr(allocation, "exclude", lambda _, nodes: lost.extend(nodes))
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with pytest.raises(QueueAgain):
+        Allocated()(str(tmp_path))
+    assert (handler.is_late, lost) == (False, ["node2"])
 
 
 def test_a_job_is_stopped_by_its_first_signal_and_none_that_follows_cuts_the_stop_short(
@@ -644,3 +827,36 @@ def test_what_the_shared_module_would_refuse_is_not_queued(
     options = Options(inventory=path, command=("-m", "nodekit.training", *arguments))
     with contextlib.ExitStack() as stack, pytest.raises(KitError, match=re.escape(message)):
         prepare(stack, load_inventory(path), "run", options, Phases(silent=True), secrets={})
+
+
+@pytest.mark.parametrize(("number", "limit_s"), [(1, 60.1), (10_000, 1060.0)])
+def test_the_more_runs_an_array_has_the_longer_its_submission_may_take(number: int, limit_s: float) -> None:
+    asked: list[tuple[float, float]] = []
+
+    def call(op: str, *, timeout_s: float, limit_s: float, **_: Any) -> dict[str, Any]:
+        asked.append((limit_s, timeout_s))
+        return {"status": 0, "out": json.dumps({"job_ids": ["1_0"]}), "err": ""}
+
+    ready = Ready(
+        channel=SimpleNamespace(call=call, host="login"),  # type: ignore[arg-type]  # all that is called
+        python="python", shared_dir="/s", kit_dir="/s/kit", run_dir="/s/runs/r",
+        parameters={}, settings=settings(), private={},
+    )  # fmt: skip
+    ready.submit([f"/s/runs/r.{each}" for each in range(number)])
+    assert asked == [(pytest.approx(limit_s), pytest.approx(limit_s + 5))]
+
+
+@pytest.mark.parametrize("skip_check", [True, False])
+def test_a_job_is_told_whether_its_nodes_are_to_be_checked(tmp_path: Path, skip_check: bool) -> None:
+    written: dict[str, Any] = {}
+
+    def call(op: str, *, timeout_s: float, path: str, text: str) -> None:
+        written[path] = json.loads(text)
+
+    ready = Ready(
+        channel=SimpleNamespace(call=call, host="login"),  # type: ignore[arg-type]  # all that is called
+        python="python", shared_dir="/s", kit_dir="/s/kit", run_dir="/s/runs/r",
+        parameters={}, settings=settings(), private={}, skip_check=skip_check,
+    )  # fmt: skip
+    ready.place("/s/runs/r", inventory(tmp_path, nodes=1), ["train.py"])
+    assert written["/s/runs/r/slurm/job.json"]["skip_check"] is skip_check

@@ -13,7 +13,7 @@ from agents import until
 from slurm_runs import Site
 
 from nodekit.deploy.commands.cli import main
-from nodekit.deploy.records import runs
+from nodekit.deploy.records import find_runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.slurm.sweep import Variant, variants
@@ -64,7 +64,7 @@ def test_a_sweep_runs_every_value_and_only_what_failed_again(site: Site) -> None
     assert rows[2][:5] == [f"{sweep}.1", "lr=0.3", "name=x;$HOME", "failed", "1/2"]
     assert told(site, sweep)[f"{sweep}.0"]["argv"] == ["a b", "--lr", "0.1", "--name", "x;$HOME"]
     # One array, and each of its jobs has found its own number.
-    jobs = [run.slurm["job_id"] for run in runs.sweep(sweep)]
+    jobs = [run.slurm["job_id"] for run in find_runs.sweep(sweep)]
     array = jobs[0].partition("_")[0]
     assert jobs == [f"{array}_0", f"{array}_1"]
 
@@ -74,7 +74,7 @@ def test_a_sweep_runs_every_value_and_only_what_failed_again(site: Site) -> None
     assert f"resuming {sweep}" in second.stdout
     assert "submit   1 run," in second.stdout
     assert set(told(site, sweep)) == {f"{sweep}.0", f"{sweep}.1"}
-    after = [run.slurm["job_id"] for run in runs.sweep(sweep)]
+    after = [run.slurm["job_id"] for run in find_runs.sweep(sweep)]
     assert after[0] == jobs[0]
     assert after[1] not in jobs
     listed = site.kit("runs").stdout
@@ -98,7 +98,7 @@ def test_an_array_has_its_indexes_and_down_cancels_them_all(site: Site) -> None:
         return [line.split()[2] for line in site.kit("status", sweep).stdout.splitlines()[1:]]
 
     until(lambda: states() == ["running", "running", "pending", "pending"], timeout_s=60, what="two at once")
-    array = runs.find(members[0]).slurm["job_id"].partition("_")[0]
+    array = find_runs.find(members[0]).slurm["job_id"].partition("_")[0]
     assert "ArrayTaskThrottle=2 " in site.slurm("scontrol", "show", "job", "--oneliner", array)
     again = site.kit("up", path.name, "-d")
     assert f"attached to {sweep}" in again.stdout, again.stdout + again.stderr
@@ -117,7 +117,7 @@ def test_an_array_has_its_indexes_and_down_cancels_them_all(site: Site) -> None:
     assert down.returncode == 0, down.stderr
     assert f"{sweep} is stopped" in down.stdout.splitlines()
     assert f"logs of 1 node are in ~/.local/state/nodekit/runs/{members[0]}/" in down.stdout
-    (log,) = runs.find(members[0]).folder.glob("logs/*/rank0*.log")
+    (log,) = find_runs.find(members[0]).folder.glob("logs/*/rank0*.log")
     assert log.read_text() == "index 3\n"
     assert not site.queue()
     assert site.kit("down").stdout == f"{sweep} is not running\n"
@@ -147,7 +147,7 @@ def test_an_array_has_its_indexes_and_down_cancels_them_all(site: Site) -> None:
         (["a=b=c d,e"], None, [Variant(0, "a=b=c d", ("--a", "b=c d")), Variant(1, "a=e", ("--a", "e"))]),
         (
             [],
-            "2,4-6:2%1",
+            "6,2,4-6:2%1",
             [
                 Variant(each, f"SLURM_ARRAY_TASK_ID={each}", env={"SLURM_ARRAY_TASK_ID": str(each)})
                 for each in (2, 4, 6)
@@ -193,12 +193,12 @@ def test_a_sweep_is_found_by_its_id_and_its_runs_by_theirs() -> None:
         record(f"n-1-b.{index}", 1, "n-1-b")
 
     def found(run_id: str | None) -> list[str]:
-        return [run.run_id for run in runs.sweep(run_id)]
+        return [run.run_id for run in find_runs.sweep(run_id)]
 
     assert found("n-1-b") == found("n-1") == found(None) == ["n-1-b.1", "n-1-b.2", "n-1-b.10"]
     assert found("n-1-b.1") == found("n-0-a") == found("n-") == found("x") == []
-    assert runs.find("n-1-b.1").run_id == "n-1-b.1"
-    latest = runs.latest_of(Path("/i.yaml"))
+    assert find_runs.find("n-1-b.1").run_id == "n-1-b.1"
+    latest = find_runs.latest_of(Path("/i.yaml"))
     assert latest is not None
     assert latest.run_id == single.run_id  # kit up of one run goes on with one
 

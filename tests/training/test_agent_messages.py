@@ -17,8 +17,8 @@ from nodekit.deploy.agent.ranks.messages import Messages
 from nodekit.training.attempts import reform
 from nodekit.training.group import agent_messages
 from nodekit.training.group.agent_messages import AgentMessages, messages_from
-from nodekit.training.kept import Kept
-from nodekit.training.stop import Stop
+from nodekit.training.process.kept import Kept
+from nodekit.training.process.stop import Stop
 from nodekit.training.world import World
 
 
@@ -77,7 +77,7 @@ def test_what_is_told_of_an_attempt_before_the_rank_listens_is_not_lost(agent: M
     assert agent.send(0, {"kind": "next", "env": {"RANK": "1"}, "log": ""})
     assert rank.next_attempt(5)
     assert not rank.is_over
-    for kind in ("lost", "pause"):
+    for kind in ("pause", "lost"):  # in this order: once the loss has arrived, both have
         assert agent.send(0, {"kind": kind})
     until(lambda: rank.is_over, what="the loss")
     rank.when("pause", lambda: heard.put("pause"))

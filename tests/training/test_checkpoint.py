@@ -17,9 +17,9 @@ from engine_runs import SAME, losses, train
 from torch import nn
 from torch.nn import functional
 
-from nodekit.training import rng
 from nodekit.training.data.sampler import ElasticSampler
 from nodekit.training.errors import TrainingError
+from nodekit.training.process import rng
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights.checkpoint import load_optimizer, read_checkpoint
 

@@ -207,6 +207,7 @@ def test_of_many_event_files_only_the_last_are_read(tmp_path: Path, monkeypatch:
     assert max(raw_steps(node.tensorboard)) == 24
 
 
+@pytest.mark.slow
 def test_two_nodes_under_way_agree_on_the_history(tmp_path: Path) -> None:
     """One joins late, without a line; afterwards it has rank 0, and the whole curve."""
     program = ["-m", "nodekit.training"]

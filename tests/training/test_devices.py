@@ -15,14 +15,15 @@ import torch.distributed as dist
 from engine_runs import losses
 from torch.overrides import TorchFunctionMode
 
-from nodekit.deploy.host.probes.accelerators import ACCELERATORS
-from nodekit.training import World, devices, rank
+from nodekit.deploy.host.probes.gpu.accelerators import ACCELERATORS
+from nodekit.training import World, rank
 from nodekit.training.engine_info import ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 from nodekit.training.group import collectives
 from nodekit.training.options.arguments import parse
+from nodekit.training.process import devices
+from nodekit.training.process.stop import Stop
 from nodekit.training.snapshots.hostcopy import Gathered, HostCopy
-from nodekit.training.stop import Stop
 from nodekit.training.tasks.digits import Digits
 
 XPU = torch.device("xpu", 0)

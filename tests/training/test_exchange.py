@@ -20,8 +20,10 @@ PROGRAM = """
 import json, logging, sys, torch
 from dataclasses import replace
 from pathlib import Path
-from nodekit.training import Fenced, Snapshots, World; from nodekit.training.snapshots import commit, exchange, snapshot
-from nodekit.training.kept import Kept
+from nodekit.training import Fenced, Snapshots, World
+from nodekit.training.snapshots import exchange, snapshot
+from nodekit.training.snapshots.files import commit
+from nodekit.training.process.kept import Kept
 exchange._CHUNK_BYTES = 1000
 commit.RETRY_S, unreadable, iterdir = 0.3, [], Path.iterdir
 def listed(folder):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nodekit.training import Fenced, Snapshots
-from nodekit.training.snapshots import commit
-from nodekit.training.snapshots.commit import place
-from nodekit.training.snapshots.fence import Fence
+from nodekit.training.snapshots.files import commit
+from nodekit.training.snapshots.files.commit import place
+from nodekit.training.snapshots.files.fence import Fence
 
 
 def saved(folder: Path, *, generation: int | None, step: int) -> Snapshots:

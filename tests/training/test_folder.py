@@ -4,13 +4,18 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from places import TESTS
 
+from nodekit.training import World, rank
+from nodekit.training.attempts import reform
 from nodekit.training.folder import default_folder, held
-from nodekit.training.options.arguments import read
+from nodekit.training.options.arguments import parse, read
 
 HOLDS = """
 import sys
@@ -107,3 +112,26 @@ def test_a_folder_that_cannot_be_locked_ends_no_training(
     with held(tmp_path / "file" / "out"):
         pass
     assert "do not start the same training twice at once" in caplog.text
+
+
+def test_each_attempt_writes_to_the_folder_of_the_node_that_it_is_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that stays has another node's number where a node before it is lost."""
+    written: list[Path] = []
+
+    def run_loops(
+        _loops: object, _options: object, _world: World, _task: object, folder: Path, _: object
+    ) -> Any:
+        written.append(folder)
+        return {}
+
+    def run(world: World, _stop: object, _make: object, attempt: Callable[[World], int], _: object) -> int:
+        return max(attempt(replace(world, node_rank=number)) for number in (1, 0))
+
+    monkeypatch.setattr(rank, "log_to_stderr", lambda: None)
+    monkeypatch.setattr(rank, "_run_loops", run_loops)
+    monkeypatch.setattr(reform, "run", run)
+    monkeypatch.setenv("NODEKIT_GENERATION", "0")  # as by kit, without which no process stays
+    assert rank.train(parse(["--output", str(tmp_path)], {})) == 0
+    assert written == [tmp_path / "node1", tmp_path]

@@ -11,7 +11,7 @@ import torch
 
 from nodekit.training import Task
 from nodekit.training.tasks import TaskError, load_task
-from nodekit.training.tasks.images import Images
+from nodekit.training.tasks.images import Images, _Files
 
 COLOURS = {"猫 cat's": (250, 10, 10), "dog $HOME": (10, 10, 250)}
 
@@ -50,6 +50,32 @@ def test_a_folder_for_each_class(folder: Path) -> None:
     assert (pixels.shape, pixels.dtype, label) == ((3, 16, 16), torch.float32, torch.tensor(1))
     assert pixels[:, 3, 3].tolist() == pytest.approx([250 / 127.5 - 1, *[10 / 127.5 - 1] * 2])
     assert task.predict(task.model(), (pixels[None], label[None])).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"), [("I;16", ".png"), ("I;16", ".tif"), ("I;16B", ".tiff"), ("I", ".pgm")]
+)
+def test_grey_of_16_bits_is_scaled_to_8(folder: Path, mode: str, suffix: str) -> None:
+    """Pillow's own conversion cuts each value above 255: what is left is white."""
+    image = pytest.importorskip("PIL.Image")
+    draw(folder, 2)
+    values = np.array([[0, 257 * 17], [257 * 254, 65535]])
+    pixels = values.astype({"I": "<i4", "I;16": "<u2", "I;16B": ">u2"}[mode]).tobytes()
+    path = folder / "dog $HOME" / f"0{suffix}"
+    image.frombytes(mode, (2, 2), pixels).save(path)
+    wanted = torch.tensor([[0, 17], [254, 255]]).expand(3, 2, 2) / 127.5 - 1
+    assert _Files([(path, 0)], 2)[0][0].equal(wanted)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_grey_whose_range_is_unknown_is_refused(folder: Path, mode: str) -> None:
+    image = pytest.importorskip("PIL.Image")
+    path = folder / "0.tif"
+    image.new(mode, (2, 2), 300).save(path)
+    with pytest.raises(
+        TaskError, match=rf"0.tif has pixels of Pillow's mode {mode}, .*: convert it to 8 or 16 bits"
+    ):
+        _Files([(path, 0)], 2)[0]
 
 
 def test_folders_of_classes_alone_are_divided(folder: Path) -> None:
@@ -129,7 +155,7 @@ def test_what_is_not_as_it_should_be_is_refused(folder: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match=r"0.png cannot be read \(.*\): remove it or fetch it again"):
         Images(data=folder).train_data()[0]
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(TaskError, match=r"reads its files by Pillow: pip install 'nodekit\[images\]'"):
+    with pytest.raises(TaskError, match=r"reads its files by Pillow: pip install pillow"):
         Images(data=folder)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "PIL" or None)
     with pytest.raises(TaskError, match=r"--model resnet18: .* from torchvision: pip install torchvision"):

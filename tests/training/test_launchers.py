@@ -13,9 +13,10 @@ from free_ports import free_port
 from test_training import finish, started
 
 from nodekit.training import __main__ as module
-from nodekit.training import gpus, rank
+from nodekit.training import rank
 from nodekit.training.folder import held
 from nodekit.training.options.arguments import read
+from nodekit.training.process import gpus
 from nodekit.training.spawn import environment
 from nodekit.training.world import World
 

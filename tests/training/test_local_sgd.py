@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
+import warm_python
 from engine_runs import killed_once, losses, task, train
 
 pytestmark = pytest.mark.slow
@@ -57,3 +60,61 @@ def test_a_rank_is_lost_between_two_meetings(tmp_path: Path) -> None:
     train(tmp_path / "whole", *common)
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+BRANCHES = """
+import torch
+from nodekit.training import World
+from nodekit.training.options.options import Options
+from nodekit.training.steps.local_sgd import LocalSgd
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, momentum=0.9)
+
+BY_RANK = ["a", "b", "b"], ["wide", "b", "a", "only"], ["b", "a"]  # which branch each step takes
+with World.from_env() as world:
+    for make in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Rprop, momentum):
+        torch.manual_seed(world.rank)
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("a", "b", "only", "never")})
+        model["wide"] = torch.nn.Linear(4, 9)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        optimizer = make(model.parameters())
+        for branch in BY_RANK[world.rank]:
+            model[branch](torch.randn(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        def state():
+            return {names[each]: {key: value.clone() for key, value in values.items()}
+                    for each, values in optimizer.state.items() if values}
+
+        before = world.gather(state())
+        LocalSgd(Options(task="digits", local_sgd=1), world, model, step=0).average_optimizer(optimizer)
+        after = world.gather(state())
+        assert after[0].keys() == {name for name in names.values() if "never" not in name}
+        for name, values in after[0].items():
+            having = [each[name] for each in before if name in each]
+            for key, value in values.items():
+                mean = torch.stack([each[key] for each in having]).mean(0)
+                torch.testing.assert_close(value, mean, msg=f"{make} {name} {key}")
+                for other in after[1:]:
+                    assert torch.equal(other[name][key], value), (name, key)
+        for branch in ("only", "wide"):  # which are new to some
+            model[branch](torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+"""
+
+
+def test_each_parameter_has_the_mean_of_its_own_state_in_whatever_order_they_came(tmp_path: Path) -> None:
+    """Ranks whose samples take other branches of a model first, or never, have their state in another order."""
+    (tmp_path / "branches.py").write_text(BRANCHES)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    done = subprocess.run(
+        [warm_python.program(), *torchrun, str(tmp_path / "branches.py")],
+        env={**os.environ, **warm_python.environment()},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,7 @@ import torch
 
 from nodekit.training import Snapshots
 from nodekit.training.options.arguments import parse
-from nodekit.training.snapshots import manifest
+from nodekit.training.snapshots.files import manifest
 from nodekit.training.steps.optimizers import is_fused, load_state
 
 
@@ -54,6 +54,15 @@ def test_a_snapshot_does_not_say_how_this_device_computes(saved: bool | None, ow
     optimizer.step()
     (values,) = optimizer.state.values()
     assert values["step"] == 3
+
+
+def test_the_learning_rates_are_this_runs_own() -> None:
+    """A run that goes on with another --lr, or another batch with --lr-scale, is to have that."""
+    saved, own = trained(), trained()
+    saved.param_groups[0].update(lr=0.02, initial_lr=0.1)
+    own.param_groups[0].update(lr=0.3, initial_lr=0.3)
+    load_state(own, saved.state_dict())
+    assert (own.param_groups[0]["lr"], own.param_groups[0]["initial_lr"]) == (0.3, 0.3)
 
 
 def test_a_state_of_another_model_is_refused_as_torch_refuses_it() -> None:

@@ -15,7 +15,7 @@ from free_ports import free_port
 from test_training import started
 
 from nodekit.training import Snapshots, gather
-from nodekit.training.snapshots.found import NoneLoads
+from nodekit.training.snapshots.files.found import NoneLoads
 from nodekit.training.snapshots.parts import keepers
 from nodekit.training.snapshots.peers import Transfer, _turns
 
@@ -27,9 +27,10 @@ from pathlib import Path
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from nodekit.training import Snapshots, World, newest_of_all
-from nodekit.training.snapshots import commit, parts, peers
+from nodekit.training.snapshots import parts, peers
+from nodekit.training.snapshots.files import commit
 from nodekit.training.snapshots.sharded import ShardedSnapshots
-from nodekit.training.snapshots.shards import files_of, read_into
+from nodekit.training.snapshots.files.shards import files_of, read_into
 peers._CHUNK_BYTES, commit.RETRY_S = 1000, 0.3
 logging.basicConfig()
 fault, verify, place, read_part = os.environ.get("FAULT"), parts.verify, commit.place, peers.read_part

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from nodekit.training.data.sampler import ElasticSampler
-from nodekit.training.kept import Made
+from nodekit.training.process.kept import Made
 from nodekit.training.snapshots.exchange import source_of_all
 
 NUM_SAMPLES, BATCH, EPOCHS = 23, 6, 3

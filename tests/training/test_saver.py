@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from places import ROOT
 
 from nodekit.training import Fenced, Snapshots, World
-from nodekit.training.snapshots import commit, saver, snapshot
-from nodekit.training.snapshots.commit import written_beside
+from nodekit.training.reporting.report import Report
+from nodekit.training.snapshots import saver, snapshot
+from nodekit.training.snapshots.files import commit
+from nodekit.training.snapshots.files.commit import written_beside
 from nodekit.training.snapshots.hostcopy import HostCopy
 from nodekit.training.snapshots.saver import Saver, interval_s
 
@@ -187,10 +190,16 @@ def test_the_interval_follows_from_cost_and_failures(
 
 class Clock:
     now_s = 1000.0
+    step_s = 0.0
+    """By so much it goes on each time that it is asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (saver, snapshot):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=self.now))
+
+    def now(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
 
 
 class Edges:
@@ -287,6 +296,34 @@ def test_a_save_that_does_not_end_is_told_too(tmp_path: Path, clock: Clock, disk
     edges.next(2.0)
     assert "or one does not end" in edges.said[0]
     disk.set()
+
+
+def test_a_rank_that_fails_waits_for_the_snapshot_that_is_being_written(
+    tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when its loop, and with that its report, is over."""
+    monkeypatch.setattr(saver, "_WAKE_EVERY_S", 0.01)
+    with replace(World.from_env({}), progress_file=tmp_path / "progress") as world:
+        report = Report(world, tmp_path, step=0, total_steps=9, is_evaluated=False)
+        snapshots = Snapshots(tmp_path / "snapshots", generation=1)
+        own = Saver(snapshots, world, report, writes=True, every=1, seconds=None, trained_s=0.0)
+        with report:
+            own.save({"step": 1}, step=1)
+        threading.Timer(0.1, disk.set).start()
+        assert own.settle()
+        assert loaded(tmp_path / "snapshots")["step"] == 1
+
+
+def test_a_disk_that_never_answers_does_not_keep_a_failed_rank(
+    tmp_path: Path, clock: Clock, disk: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    edges = Edges(tmp_path, clock, every=1)
+    edges.next(1.0)
+    clock.step_s = 10.0
+    assert not edges.saver.save_alone({"step": 2}, step=2), "it would wait for the same writer"
+    assert "given up: it was not saved within 20 s" in caplog.text
+    disk.set()
+    edges.saver.wait()
 
 
 def test_a_fence_ends_the_loop_at_the_next_look(tmp_path: Path, clock: Clock) -> None:

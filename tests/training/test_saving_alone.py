@@ -6,9 +6,11 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,17 +20,25 @@ from test_training import finish, losses, metrics, result, task, torchrun  # noq
 from torch import nn
 
 from nodekit.deploy.agent.hang import hang
-from nodekit.training import world
+from nodekit.training import rank, world
 from nodekit.training.group import connections
-from nodekit.training.kept import AttemptOver
-from nodekit.training.snapshots import commit
+from nodekit.training.loop import Loop
+from nodekit.training.options.arguments import parse
+from nodekit.training.process.kept import AttemptOver
+from nodekit.training.process.stop import Stop
 from nodekit.training.snapshots.emergency import EmergencySave, LastWholeStep
-from nodekit.training.snapshots.fence import Fenced
+from nodekit.training.snapshots.files import commit
+from nodekit.training.snapshots.files.fence import Fenced
+from nodekit.training.snapshots.files.manifest import Manifest
+from nodekit.training.snapshots.sharded import ShardedSnapshots
 from nodekit.training.snapshots.snapshot import Snapshots
+from nodekit.training.steps import step_sums
+from nodekit.training.tasks.digits import Digits
 from nodekit.training.world import World
 
 
 @pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.slow
 def test_no_step_is_lost_with_a_killed_rank(tmp_path: Path, task: str, killed: int) -> None:  # noqa: F811
     """Rank 0 writes the snapshots otherwise. The means of its batch norm are lost with it, so then there is none."""
     arguments = ["--task", task, "--batch-size", 16, "--micro-batch", 5, "--epochs", 3, "--snapshot-every", 6]
@@ -80,32 +90,163 @@ def test_two_ranks_that_save_at_once_leave_one_snapshot(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("*.json")]) == len([*tmp_path.glob("*.pt")]) == 1
 
 
-def test_a_rank_that_still_saves_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large state takes longer than another rank waits: what is half written is no leftover."""
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_process_that_still_saves_is_left_alone(
+    is_alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A large state takes longer than another process waits: what is half written is no leftover."""
     monkeypatch.setattr(commit, "RETRY_S", 0.3)
     half = tmp_path / f".tmp-{'0' * 16}"
     second = Snapshots(tmp_path, generation=0)
-    with commit.locked(tmp_path) as is_free:
-        assert is_free
+    save = second.save_if_newest if is_alone else second.save
+    first = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(first, fcntl.LOCK_EX)
         half.write_text("half")
-        assert second.save_if_newest({"x": torch.ones(1)}, step=3) is None
+        assert save({"x": torch.ones(1)}, step=3) is None
         assert half.exists()
+    finally:
+        os.close(first)
     assert second.num_failed == 1
-    assert second.save_if_newest({"x": torch.ones(1)}, step=3)
+    assert "another save is under way there" in caplog.text
+    assert save({"x": torch.ones(1)}, step=3)
     assert not half.exists(), "now nobody writes it"
 
 
-def test_a_file_server_without_locks_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some file servers."""
+
     def flock(_descriptor: int, operation: int) -> None:
         if operation != fcntl.LOCK_UN:
             raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_a_file_server_without_locks_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(commit.time, "sleep", lambda _: pytest.fail("it waits"))
-    with commit.locked(tmp_path) as is_free:
-        assert is_free
+    with commit.locked(tmp_path):
+        pass
+
+
+class SlowDisk:
+    """A save of these snapshots goes on until it is let end."""
+
+    def __init__(self, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_writing, self.goes_on = threading.Event(), threading.Event()
+        write = snapshots._write
+
+        def slow(*arguments: Any) -> Any:
+            self.is_writing.set()
+            assert self.goes_on.wait(60)
+            return write(*arguments)
+
+        monkeypatch.setattr(snapshots, "_write", slow)
+
+    @classmethod
+    def being_written(cls, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> "SlowDisk":
+        """The snapshot of step 3 is on its way."""
+        disk = cls(snapshots, monkeypatch)
+        snapshots.save_async(state(3), step=3)
+        assert disk.is_writing.wait(60)
+        return disk
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    with World.from_env({}) as world:
+        yield world
+
+
+def state(number: int) -> dict[str, Any]:
+    return {"model": {"x": torch.full((9,), number)}, "optimizer": {"state": {}}}
+
+
+def sent_by_another(folder: Path) -> tuple[Manifest, bytes]:
+    manifest = Snapshots(folder, generation=0).save(state(4), step=4)
+    assert manifest
+    return manifest, (folder / manifest.payload).read_bytes()
+
+
+def saves_alone(later: Snapshots, other: Path) -> None:
+    assert later.save_if_newest(state(4), step=4) is None
+
+
+def receives(later: Snapshots, other: Path) -> None:
+    manifest, payload = sent_by_another(other)
+    with later.receiving(manifest) as file:
+        file.write(payload)
+
+
+def adopts(later: Snapshots, other: Path) -> None:
+    later.adopt(sent_by_another(other)[0])
+
+
+@pytest.fixture(params=["locks", "no locks"])
+def locks(request: pytest.FixtureRequest) -> None:
+    """Whether the file system has some."""
+    if request.param == "no locks":
+        request.getfixturevalue("without_locks")
+
+
+@pytest.fixture(params=["whole", "sharded"])
+def earlier(request: pytest.FixtureRequest, alone: World, tmp_path: Path) -> Snapshots:
+    """Those of an attempt that is over."""
+    whole = Snapshots(tmp_path / "snapshots", generation=0)
+    return whole if request.param == "whole" else ShardedSnapshots(whole, alone)
+
+
+@pytest.mark.usefixtures("locks")
+@pytest.mark.parametrize("then", [saves_alone, receives, adopts])
+def test_an_attempts_last_save_is_not_disturbed_by_the_next_attempt(
+    then: Callable[[Snapshots, Path], None],
+    earlier: Snapshots,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The process goes on with other `Snapshots` in the same folder while a thread of it still writes."""
+    monkeypatch.setattr(commit, "RETRY_S", 0.3)
+    disk = SlowDisk.being_written(earlier, monkeypatch)
+    there = set(earlier.folder.rglob("*"))
+    assert there
+    later = Snapshots(earlier.folder, generation=0)
+    then(later, tmp_path / "theirs")
+    assert set(earlier.folder.rglob("*")) == there
+    assert "another save is under way there" in caplog.text
+    disk.goes_on.set()
+    earlier.wait()
+    assert earlier.num_failed == 0
+    assert later.save(state(5), step=5), "now it is over"
+    assert [each.step for each in later.manifests()] == [5, 3]
+    assert len(list(earlier.folder.iterdir())) == 4
+
+
+@pytest.mark.usefixtures("locks")
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_an_attempts_first_save_waits_for_the_last_one_of_the_attempt_before(
+    is_sharded: bool, earlier: Snapshots, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for one of its own: it is of this process, and its end is known."""
+    monkeypatch.setattr(commit, "RETRY_S", 0.1)
+    disk = SlowDisk.being_written(earlier, monkeypatch)
+    there = set(earlier.folder.rglob("*"))
+    later = Snapshots(earlier.folder, generation=0)
+    if is_sharded:
+        later = ShardedSnapshots(later, alone)
+    later.save_async(state(4), step=4)
+    assert not later.wait(0.5)
+    assert set(earlier.folder.rglob("*")) == there
+    disk.goes_on.set()
+    earlier.wait()
+    later.wait()
+    assert (earlier.num_failed, later.num_failed) == (0, 0)
+    assert [each.step for each in later.manifests()] == [4, 3]
+    assert len(list(earlier.folder.iterdir())) == 4
 
 
 def test_a_state_that_cannot_be_made_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,6 +306,36 @@ def test_buffers_that_changed_after_the_step_stay() -> None:
     step.is_done(1)
     step.found()
     assert torch.equal(after, module.running_mean)  # type: ignore[arg-type]
+
+
+class Asked(Digits):
+    """Asks, in each forward pass, which step would be kept if another rank were lost now."""
+
+    def __init__(self, loops: list[Loop]) -> None:
+        super().__init__()
+        self.loops = loops
+        self.found: list[tuple[int, int | None]] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        (loop,) = self.loops
+        kept = loop.keep()
+        self.found.append((loop.step, kept.age[1] if kept else None))
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("may_stay", [False, True])
+def test_each_step_is_kept_over_gloo_on_gpus_too(
+    may_stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the sums of a step could be read one later; this process alone has others to lose only if it may stay."""
+    monkeypatch.setattr(step_sums, "LATE_ON", {"cpu"})
+    loops: list[Loop] = []
+    asked, options = Asked(loops), parse(["--epochs", "1"], {})
+    with World.from_env({}) as alone, Stop(20) as stop:
+        here = replace(alone, may_stay=may_stay)
+        assert rank._run_loops(loops, options, here, asked, tmp_path, stop)
+    wanted = [(step, step or None) for step in range(loops[0].total_steps)]
+    assert (asked.found == wanted) == may_stay
 
 
 @pytest.mark.parametrize("made_later", [False, True])

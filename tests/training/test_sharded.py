@@ -28,7 +28,8 @@ pytestmark = pytest.mark.slow
 TASK = '''
 import os, resource, signal, threading
 from torch import nn
-from nodekit.training.snapshots import commit, sharded
+from nodekit.training.snapshots import sharded
+from nodekit.training.snapshots.files import commit
 from nodekit.training.tasks.digits import Digits, Pixels
 
 RANK, FAULT = os.environ.get("RANK", "0"), os.environ.get("FAULT")

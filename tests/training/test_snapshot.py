@@ -16,12 +16,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from nodekit.training import Manifest, Snapshots, rng
+from nodekit.training import Manifest, Snapshots
 from nodekit.training.errors import TrainingError
-from nodekit.training.snapshots import commit
-from nodekit.training.snapshots.commit import HashingFile
-from nodekit.training.snapshots.found import NoneLoads
-from nodekit.training.snapshots.manifest import NewerKit, load_payload
+from nodekit.training.process import rng
+from nodekit.training.snapshots.files import commit
+from nodekit.training.snapshots.files.commit import HashingFile
+from nodekit.training.snapshots.files.found import NoneLoads
+from nodekit.training.snapshots.files.manifest import NewerKit, load_payload
 from nodekit.training.weights import export
 
 
@@ -80,6 +81,12 @@ def flip_a_bit(payload: Path, manifest: Path) -> None:
     payload.write_bytes(data)
 
 
+def leave_ascii(payload: Path, manifest: Path) -> None:
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 0x80
+    manifest.write_bytes(data)
+
+
 def change_manifest(**changes: object) -> Callable[[Path, Path], None]:
     def change(payload: Path, manifest: Path) -> None:
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
@@ -92,6 +99,7 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "bit": (flip_a_bit, "SHA-256"),
     "torn": (lambda payload, manifest: os.truncate(payload, 100), "100 bytes of"),
     "no payload": (lambda payload, manifest: payload.unlink(), "No such file"),
+    "a bit of the manifest": (leave_ascii, "manifest is damaged"),
     "manifest torn": (lambda payload, manifest: os.truncate(manifest, 20), "manifest is damaged"),
     "manifest empty": (lambda payload, manifest: os.truncate(manifest, 0), "manifest is damaged"),
     "manifest a list": (lambda payload, manifest: manifest.write_text("[]"), "manifest is damaged"),
@@ -281,6 +289,7 @@ print(torn)
 """
 
 
+@pytest.mark.slow
 def test_whenever_a_save_is_killed_the_newest_committed_snapshot_loads(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLER, str(tmp_path), "60"],
@@ -341,7 +350,7 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
 
         return call
 
-    for method in ("iterdir", "read_text", "open"):
+    for method in ("iterdir", "read_bytes", "open"):
         monkeypatch.setattr(Path, method, failing(getattr(Path, method)))
 
     def fail(name: str, number: int, times: int) -> None:

@@ -38,8 +38,9 @@ from hypothesis.stateful import (
 from nodekit.deploy.agent.replicas.replica_copies import Copies
 from nodekit.deploy.agent.replicas.replica_files import Listing, Version
 from nodekit.training import Fenced, Snapshots
-from nodekit.training.snapshots import commit, exchange, snapshot
-from nodekit.training.snapshots.manifest import Manifest, NewerKit
+from nodekit.training.snapshots import exchange, snapshot
+from nodekit.training.snapshots.files import commit
+from nodekit.training.snapshots.files.manifest import Manifest, NewerKit
 
 NODES = 3
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None  # nothing is synced in truth

@@ -99,16 +99,22 @@ def test_a_sum_on_a_gpu_makes_nobody_wait_until_it_is_read(build: Build) -> None
 
 
 @pytest.mark.parametrize(
-    ("device", "step_s", "may_be_late", "is_late"),
+    ("device", "backend", "step_s", "may_be_late", "is_late"),
     [
-        ("cuda", 0.2, True, True),
-        ("cuda", 0.2, False, False),
-        ("cuda", 3.0, True, False),  # a stop would take three seconds more
-        ("cpu", 0.2, True, False),
+        ("cuda", "nccl", 0.2, True, True),
+        ("cuda", "nccl", 0.2, False, False),
+        ("cuda", "nccl", 3.0, True, False),  # a stop would take three seconds more
+        ("cuda", "gloo", 0.2, True, False),  # no step would ever be whole, and none be kept
+        ("cpu", "gloo", 0.2, True, False),
     ],
 )
 def test_sums_are_read_a_step_later_where_a_gpu_makes_short_steps(
-    device: str, step_s: float, may_be_late: bool, is_late: bool, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    backend: str,
+    step_s: float,
+    may_be_late: bool,
+    is_late: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(step_sums.time, "monotonic", lambda: now[0])
@@ -116,7 +122,10 @@ def test_sums_are_read_a_step_later_where_a_gpu_makes_short_steps(
         step_sums, "numbers_on", lambda _, numbers: torch.tensor(numbers, dtype=torch.float64)
     )
     world: Any = SimpleNamespace(
-        device=torch.device(device), world_size=2, start_sum=lambda values: lambda: (2 * values).tolist()
+        device=torch.device(device),
+        backend=backend,
+        world_size=2,
+        start_sum=lambda values: lambda: (2 * values).tolist(),
     )
     sums = StepSums(world, may_be_late=may_be_late)
     seen = []

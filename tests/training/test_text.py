@@ -283,7 +283,7 @@ def test_without_transformers_it_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stdout == "the task text needs transformers: pip install 'nodekit[text]'\n", done.stderr
+    assert done.stdout == "the task text needs transformers: pip install transformers\n", done.stderr
 
 
 def test_the_task_is_found_by_its_name_and_gives_what_a_task_gives(text: Text) -> None:
@@ -356,6 +356,7 @@ def trained(task: Text, *, num_epochs: int) -> torch.nn.Module:
     return model.eval()
 
 
+@pytest.mark.slow
 def test_some_epochs_teach_it_much_more_than_chance_and_what_it_saves_is_plain_bert(
     text: Text, folder: Path
 ) -> None:
@@ -419,6 +420,22 @@ def test_a_trained_models_own_order_of_the_labels_is_kept(text: Text, folder: Pa
     task = Text(model=small_bert(text, folder, id2label=dict(enumerate(names))))
     assert task.labels == names
     assert [Row(names[label], sentence) for sentence, label in task.test_data()] == shipped("dev")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_checkpoint_in_half_precision_is_trained_in_full(folder: Path, dtype: torch.dtype) -> None:
+    pytest.importorskip("transformers")
+    text = Text()  # of its own: what is saved in half precision has its configuration say so
+    bert = text.model().to(dtype)
+    bert.save_pretrained(folder)
+    text.tokenizer.save_pretrained(folder)
+    task = Text(model=folder)
+    module = task.model()
+    assert {each.dtype for each in module.parameters()} == {torch.float32}
+    assert torch.equal(next(module.parameters()), next(bert.parameters()).float())
+    task.export(folder)
+    assert Text(model=folder).model().dtype == torch.float32
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_of_a_model_of_another_task_all_but_the_last_layer_is_taken_if_that_is_asked_for(

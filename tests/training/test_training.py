@@ -34,7 +34,7 @@ PLAIN = "PLAIN" in os.environ
 
 if "SLOW_DISK" in os.environ:
     import time
-    from nodekit.training.snapshots import commit
+    from nodekit.training.snapshots.files import commit
     def slowly(*arguments, place=commit.place, **more):
         time.sleep(float(os.environ["SLOW_DISK"]))
         place(*arguments, **more)

@@ -170,7 +170,7 @@ def test_a_signal_sets_the_flag_and_leaving_calls_the_deadline_off() -> None:
 def test_a_rank_that_never_comes_to_an_edge_ends_after_the_grace(number: int, code: int) -> None:
     """The main thread never comes back from C, as in a collective with nobody there."""
     stuck = (
-        "import ctypes; from nodekit.training.stop import Stop\n"
+        "import ctypes; from nodekit.training.process.stop import Stop\n"
         "with Stop(grace_s=0.3):\n"
         "    print('in', flush=True)\n"
         "    lock = ctypes.CDLL(None)\n"
@@ -191,7 +191,7 @@ def test_a_rank_that_never_comes_to_an_edge_ends_after_the_grace(number: int, co
 
 
 def test_what_a_rank_has_printed_last_is_not_lost_at_its_end() -> None:
-    code = "from nodekit.training.stop import leave; print('the last words'); leave(3)"
+    code = "from nodekit.training.process.stop import leave; print('the last words'); leave(3)"
     env = {**os.environ, "PYTHONUNBUFFERED": ""}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "the last words\n")

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable
 
 from nodekit.training.attempts import reform
-from nodekit.training.kept import AttemptOver, Kept
+from nodekit.training.process.kept import AttemptOver, Kept
+from nodekit.training.process.stop import Stop
 from nodekit.training.snapshots.emergency import why_over
-from nodekit.training.stop import Stop
 from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
@@ -51,10 +51,14 @@ def run_attempts(
         except BaseException as error:
             if why := why_over(error):
                 world.leave_others()
-                if world.may_stay and world.kept is not None and world.kept.is_held and not stop.requested:
+                kept = world.kept if world.kept is not None and world.kept.is_held else None
+                if kept is not None and world.may_stay and not stop.requested:
                     log.warning("%s before the first step (%s)", why, error)
-                    return world.kept
-                log.warning("%s, and this rank ends: %s", why, reform.why_not(world) or "it has no step")
+                    return kept
+                saved = ""
+                if kept is not None and kept.save():  # else the step is lost where no other rank has it
+                    saved = f"; step {kept.age[1]}, which it had kept, is saved"
+                log.warning("%s, and this rank ends: %s%s", why, _why_it_ends(world, stop), saved)
             stop.end_within_grace(1)  # a peer that is gone may keep the process group from closing
             world.close()
             raise
@@ -63,3 +67,9 @@ def run_attempts(
 
     with Stop(grace_s) as stop:
         return reform.run(make(), stop, make, attempt, lambda world: not reform.why_not(world))
+
+
+def _why_it_ends(world: World, stop: Stop) -> str:
+    if stop.requested:
+        return "it is to stop"
+    return "it has no step" if world.may_stay else reform.why_not(world)

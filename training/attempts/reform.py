@@ -18,9 +18,9 @@ from nodekit.training.engine_info import ENGINES
 from nodekit.training.group.agent_messages import NextAttempt
 
 if TYPE_CHECKING:
-    from nodekit.training.kept import Kept
     from nodekit.training.options.options import Options
-    from nodekit.training.stop import Stop
+    from nodekit.training.process.kept import Kept
+    from nodekit.training.process.stop import Stop
     from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
@@ -70,7 +70,7 @@ def run(
         attempt: joins the group of ``world``, unless it is the first one, and trains.
         may_stay: whether this process may go on in the attempt after this one.
     """
-    from nodekit.training.kept import Kept
+    from nodekit.training.process.kept import Kept
 
     ended = attempt(replace(world, may_stay=may_stay(world)))
     while isinstance(ended, Kept):
@@ -114,11 +114,13 @@ def guarded(world: "World") -> Iterator[None]:
     has_joined = threading.Event()
 
     def end() -> None:
-        if not has_joined.wait(JOINING_S) and kept.is_held:
+        has_joined.wait(JOINING_S)
+        save = kept.save  # before it is asked for: the main thread may release it at any moment
+        if not has_joined.is_set() and kept.is_held:
             log.warning(
                 "another rank is lost, and this one still waits for it: saving step %d alone", kept.age[1]
             )
-            kept.save()
+            save()
             os._exit(1)
 
     def when_lost() -> None:

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
-from nodekit.training.devices import sum_dtype
 from nodekit.training.engines import Engine
+from nodekit.training.process.devices import sum_dtype
 from nodekit.training.reporting.report import Report
 from nodekit.training.snapshots.hostcopy import map_tensors
 from nodekit.training.tasks import Task

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # `kit compare` checks engines without torch
     import torch
 
-    from nodekit.training.snapshots.manifest import Loaded
+    from nodekit.training.snapshots.files.manifest import Loaded
 
 State = Mapping[str, Any]
 """``model``, ``optimizer`` and ``scaler``: full state dicts, as the plain module and optimizer would give them."""

@@ -50,6 +50,7 @@ class Engine(single.Engine):
         self.accelerator.backward(loss)
 
     def update(self, clip: float | None) -> None:
+        self.drop_untrained()
         if clip is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), clip)  # which unscales first
         self.optimizer.step()

@@ -110,9 +110,7 @@ def check(path: str | None = None) -> None:
         )
     modules = [name for name in ("torch", "setuptools", "pip") if importlib.util.find_spec(name) is None]
     if modules:
-        raise BuildError(
-            f"missing in {sys.prefix}: {', '.join(modules)}; pip install 'nodekit[train]' setuptools"
-        )
+        raise BuildError(f"missing in {sys.prefix}: {', '.join(modules)}; pip install {' '.join(modules)}")
 
 
 def download(folder: Path) -> Path:

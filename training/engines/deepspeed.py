@@ -42,6 +42,9 @@ class Engine(single.Engine):
         if stage:  # the whole state never gets to the device
             optimizer.state.clear()
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._in_partitions = {
+            each for group in self._groups for each in group if each.requires_grad and each.numel()
+        }
         # We do not use this: it is compiled for half a minute on the first use, by a compiler that may be missing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # The optimizer is ours: with offloading, DeepSpeed would insist on one of its own.
@@ -71,6 +74,7 @@ class Engine(single.Engine):
         self._engine.backward(loss, scale_wrt_gas=False)  # the loss is weighted already
 
     def update(self, clip: float | None) -> None:  # noqa: ARG002  # set in `wrap`
+        self.drop_untrained()
         self._engine.step()  # which clips, and clears the gradients
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -101,7 +105,7 @@ class Engine(single.Engine):
             numbers = range(number, number + len(members))
             groups.append({**group, "params": list(numbers)})
             for number, each in zip(numbers, members, strict=True):
-                if index in steps:
+                if index in steps and each in self._in_partitions:
                     moments = {name: _gathered(each, partial(self._moment, each, name)) for name in MOMENTS}
                     state[number] = {"step": torch.tensor(float(steps[index])), **moments}
             number = numbers.stop
@@ -118,8 +122,9 @@ class Engine(single.Engine):
 
     def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         deepspeed = importlib.import_module("deepspeed")
-        value = deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-        if value is None:
+        if parameter in self._in_partitions:
+            value = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        else:
             with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
                 value = parameter.detach().clone()
         whole: torch.Tensor = value.detach().float().view(_shape(parameter))
@@ -146,17 +151,24 @@ class Engine(single.Engine):
         zero._lazy_init_hp_params_optimizer_state()
 
     def _put_back(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Restore the optimizer's state into the partitions; the weights were in the module from the start."""
+        """Restore the optimizer's state into the partitions; the weights were in the module from the start.
+
+        Other engines save none for a parameter that had no gradient yet.
+        """
         utils, base = importlib.import_module("deepspeed.utils"), self._engine.optimizer.optimizer
-        firsts = [sum(map(len, self._groups[:index])) for index in range(len(self._groups))]
+        steps = self._steps_in(state)
         base.state.clear()
         for group, flat in self._flats():
+            if group not in steps:
+                continue
             is_fused = base.param_groups[group].get("fused")  # then the device counts the steps
-            step = torch.tensor(float(state[firsts[group]]["step"]), device=flat.device if is_fused else None)
+            step = torch.tensor(steps[group], device=flat.device if is_fused else None)
             base.state[flat] = {"step": step, **{name: torch.zeros_like(flat) for name in MOMENTS}}
         if self._stage < 3:
             self._relink()
         for number, parameter in enumerate(each for group in self._groups for each in group):
+            if number not in state or parameter not in self._in_partitions:
+                continue
             for name in MOMENTS:
                 value = state[number][name]
                 if self._stage < 3:
@@ -166,6 +178,15 @@ class Engine(single.Engine):
                 size, rank = parameter.ds_tensor.numel(), self.world.rank
                 padded = functional.pad(value.flatten(), (0, size * self.world.world_size - value.numel()))
                 utils.safe_set_local_optimizer_state(parameter, padded[rank * size : (rank + 1) * size], name)
+
+    def _steps_in(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+        """Parameter group → the steps that its first member with a state has made."""
+        steps: dict[int, float] = {}
+        groups = (index for index, members in enumerate(self._groups) for _ in members)
+        for number, group in enumerate(groups):
+            if number in state:
+                steps.setdefault(group, float(state[number]["step"]))
+        return steps
 
 
 def _partition(deepspeed: Any, module: torch.nn.Module, config: dict[str, Any], device: torch.device) -> None:

@@ -44,6 +44,7 @@ class Engine(single.Engine):
         self._fabric.backward(loss)
 
     def update(self, clip: float | None) -> None:
+        self.drop_untrained()
         if clip is not None:
             # It unscales first. Where the norm is not finite, the scaler skips the step.
             self._fabric.clip_gradients(self.model, self.optimizer, max_norm=clip, error_if_nonfinite=False)

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from nodekit.training.engines import State, single
 from nodekit.training.errors import TrainingError
 from nodekit.training.group.collectives import broadcast_from_first
+from nodekit.training.snapshots.files.manifest import Loaded
+from nodekit.training.snapshots.files.shards import assemble, files_of, read_into, shapes
 from nodekit.training.snapshots.hostcopy import Gathered, map_tensors
-from nodekit.training.snapshots.manifest import Loaded
-from nodekit.training.snapshots.shards import assemble, files_of, read_into, shapes
 from nodekit.training.steps.optimizers import load_state
 
 

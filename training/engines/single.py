@@ -32,7 +32,10 @@ class Engine:
         self.options, self.world, self.module = options, world, module
         self.optimizer = self._plain = optimizer
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.amp == "fp16")
+        untrained = _outside(module, optimizer)
         self.model = self.wrap(module)
+        parameters = dict(module.named_parameters())  # some engines replace them
+        self._untrained = [parameters[name] for name in untrained]
         if self.scaler.is_enabled() and scaler:
             self.scaler.load_state_dict(dict(scaler))
 
@@ -53,7 +56,16 @@ class Engine:
     def average(self) -> None:
         pass
 
+    def drop_untrained(self) -> None:
+        """Drop the gradients of parameters that the optimizer lacks, before the step's others are clipped.
+
+        They would count in the norm, and add up over the steps, since nobody else clears them.
+        """
+        for each in self._untrained:
+            each.grad = None
+
     def update(self, clip: float | None) -> None:
+        self.drop_untrained()
         if clip is not None:
             self.scaler.unscale_(self.optimizer)  # the norm is that of the gradients themselves
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip)
@@ -71,3 +83,9 @@ class Engine:
             "optimizer": self._plain.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
+
+
+def _outside(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of a module's parameters that an optimizer does not train."""
+    trained = {each for group in optimizer.param_groups for each in group["params"]}
+    return [name for name, each in module.named_parameters() if each not in trained]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from nodekit.training import rng
 from nodekit.training.engine_info import EngineError
 from nodekit.training.engines import accelerate
 from nodekit.training.engines.ddp import compress
 from nodekit.training.options.trainer_args import read_arguments
+from nodekit.training.process import rng
 
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 CHECKPOINTING_METHOD = "gradient_checkpointing_enable"
@@ -83,6 +83,7 @@ class Engine(accelerate.Engine):
             compress(model, self.options.compress)
         self.model = model
         self._compute()
+        self.drop_untrained()
 
     def step_has_ended(self) -> bool:
         """Whether to stop; the Trainer calls this at the end of each step."""

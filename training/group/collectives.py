@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from nodekit.training.devices import sum_dtype
+from nodekit.training.process.devices import sum_dtype
 
 
 def broadcast_from_first(tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -51,7 +51,7 @@ def _num_ranks(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return int(known)
     if given.launcher == "spawn" and not given.nproc_per_node:
         # torch knows how many GPUs there are, and will be needed.
-        from nodekit.training.devices import kind_here, number_of
+        from nodekit.training.process.devices import kind_here, number_of
 
         return number_of(kind_here()) or 1
     return given.nproc_per_node or 1

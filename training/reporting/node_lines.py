@@ -3,7 +3,7 @@
 import socket
 from pathlib import Path
 
-from nodekit.training.devices import number_of
+from nodekit.training.process.devices import number_of
 from nodekit.training.world import World
 
 

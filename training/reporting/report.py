@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nodekit.training.devices import module_of
+from nodekit.training.process.devices import module_of
 from nodekit.training.reporting import metrics
 from nodekit.training.reporting.curves import Curves
 from nodekit.training.reporting.tell import tell
@@ -97,6 +97,9 @@ class Report:
         for each in (self._bar, self._curves, self._metrics, self._progress):
             if each is not None:
                 each.close()
+        self._progress = (
+            None  # a rank that fails may still wait for its snapshot, and report that it is alive
+        )
         if self._tracker is not None:
             self._tracker.close(is_trained=self._is_trained)
 

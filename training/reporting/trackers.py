@@ -13,7 +13,8 @@ from typing import Any
 log = logging.getLogger("nodekit.training")
 
 TRACKERS = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
-"""The name of the service, of its library and of nodekit's extra → its full name."""
+"""The name of the service, and of its library → its full name."""
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 CLOSE_S = 10.0
 """For the last points; less than the default ``--grace``."""
 _MOST_WAITING = 10_000
@@ -23,7 +24,7 @@ def lacking(name: str | None, found: Collection[str]) -> str:
     """Return what ``--track`` lacks, given the libraries that were found, and how to install it; "" if nothing."""
     if name is None or name in found:
         return ""
-    return f"--track {name} needs {name}: pip install 'nodekit[{name}]' on every node, since rank 0 may come to any"
+    return f"--track {name} needs {name}: pip install {PACKAGES[name]} on every node, since rank 0 may come to any"
 
 
 class Tracker:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nodekit.training.devices import module_of
+from nodekit.training.process.devices import module_of
 
 T = TypeVar("T")
 

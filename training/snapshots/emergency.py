@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from nodekit.training.group.connections import is_lost_rank
-from nodekit.training.kept import AttemptOver, Kept
-from nodekit.training.snapshots.fence import Fenced
+from nodekit.training.process.kept import AttemptOver, Kept
+from nodekit.training.snapshots.files.fence import Fenced
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import KEEPING, PAUSING, World
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nodekit.training.kept import Kept, Made
-from nodekit.training.snapshots.commit import NOT_FOUND, retried
-from nodekit.training.snapshots.fence import Fence, Fenced
-from nodekit.training.snapshots.found import Found, check_loss
-from nodekit.training.snapshots.manifest import Loaded, Manifest, load_payload, save_payload
+from nodekit.training.process.kept import Kept, Made
+from nodekit.training.snapshots.files.commit import NOT_FOUND, retried
+from nodekit.training.snapshots.files.fence import Fence, Fenced
+from nodekit.training.snapshots.files.found import Found, check_loss
+from nodekit.training.snapshots.files.manifest import Loaded, Manifest, load_payload, save_payload
 from nodekit.training.snapshots.parts import everywhere_in_parts
 from nodekit.training.snapshots.peers import read_part
 from nodekit.training.snapshots.snapshot import Snapshots, log
@@ -58,20 +58,31 @@ def newest_of_all(
     fence = _newest_fence(snapshots, world)
     if snapshots.generation is not None and snapshots.generation < fence:
         raise Fenced(snapshots.generation, fence, f"the snapshot folder of a node ({snapshots.folder})")
-    writes = world.is_first_on_node if writes is None else writes
-    is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
-    lost: dict[str, str] = {}  # payload → why it is of no use
     kept = world.kept if world.kept and world.kept.is_held else None
     said = world.gather((world.expected_snapshot, kept.made if kept else None, secrets.token_hex(8)))
     snapshots.attempt = said[0][2]
     made = [each for _, each, _ in said]
     if any(made) and (loaded := _from_memory(snapshots, world, kept, made)):
         return loaded
-    known, expected = max(text for text, *_ in said), ""
+    writes = world.is_first_on_node if writes is None else writes
+    is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
+    return _from_disks(
+        snapshots, world, max(text for text, *_ in said), fence, writes=writes, is_mapped=is_mapped
+    )
+
+
+def _from_disks(
+    snapshots: Snapshots, world: World, known: str, fence: int, *, writes: bool, is_mapped: bool
+) -> Loaded | None:
+    """The newest of all nodes' folders, one after the other until one loads on all ranks.
+
+    ``known`` is a snapshot that there must be, by what the nodes' agents know; "" if there need not be any.
+    """
+    lost: dict[str, str] = {}  # payload → why it is of no use
+    expected = ""
     while True:
-        is_first = world.is_first_on_node
         here = Found()
-        if is_first:
+        if world.is_first_on_node:
             here = snapshots.look(lost, expected=expected, is_mapped=is_mapped, leave_parts=True)
         own = here.loaded
         offers = world.gather((own.manifest if own else None, here.problems, here.newer_kit))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nodekit.training.devices import module_of
+from nodekit.training.process.devices import module_of
 from nodekit.training.snapshots.background import Background
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

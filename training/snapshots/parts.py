@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from socket import gethostname
 
-from nodekit.training.snapshots import commit
-from nodekit.training.snapshots.found import NoneLoads
-from nodekit.training.snapshots.manifest import Damaged, Loaded, Manifest, verify
+from nodekit.training.snapshots.files import commit
+from nodekit.training.snapshots.files.found import NoneLoads
+from nodekit.training.snapshots.files.manifest import Damaged, Loaded, Manifest, verify
+from nodekit.training.snapshots.files.shards import METADATA, REST
 from nodekit.training.snapshots.peers import Peers, Transfer
-from nodekit.training.snapshots.shards import METADATA, REST
 from nodekit.training.snapshots.snapshot import Snapshots, log
 from nodekit.training.world import World
 

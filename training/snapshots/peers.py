@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # no stub
 
-from nodekit.training.snapshots.commit import HashingFile, place, retried, written_beside
-from nodekit.training.snapshots.fence import Fenced
+from nodekit.training.snapshots.files.commit import HashingFile, place, retried, written_beside
+from nodekit.training.snapshots.files.fence import Fenced
 from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")

@@ -12,7 +12,7 @@ from typing import Any
 
 from nodekit.training.reporting.report import Report
 from nodekit.training.snapshots.emergency import save_alone
-from nodekit.training.snapshots.fence import Fenced, fence_or_zero
+from nodekit.training.snapshots.files.fence import Fenced, fence_or_zero
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import World
 
@@ -33,6 +33,7 @@ MANY_FAILED = 3
 _FENCE_EVERY_S = 1.0
 _WAKE_EVERY_S = 0.5
 _QUIET_STEPS = 20
+_SETTLE_S = 20.0  # less than kit's grace, in which a rank has to end, or to wait for its next attempt
 _STUCK_S = 120.0
 
 
@@ -178,9 +179,10 @@ class Saver:
         A rank that does not write otherwise does too: the one that would may be lost.
         """
         since_s = time.monotonic() - self._last_s  # without what the disk takes for the last one
-        self.settle()
+        if not self.settle():
+            return False
         last_s = self.snapshots.last_save_s
-        if last_s is not None and last_s > since_s:
+        if last_s is not None and last_s > since_s and not self.snapshots.num_failed:
             return True
         return save_alone(self.snapshots, self._world, lambda: state, step=step)
 
@@ -191,12 +193,18 @@ class Saver:
             if time.monotonic() < deadline_s:  # after that it may be reported as a hang
                 self._report.alive()
 
-    def settle(self) -> None:
-        """As ``wait``, for a rank that has failed already: errors are only logged."""
+    def settle(self) -> bool:
+        """As ``wait``, for a rank that has failed already: errors are only logged; False if it did not end in time."""
+        deadline_s = time.monotonic() + _SETTLE_S
         try:
-            self.wait()
+            while not self.snapshots.wait(_WAKE_EVERY_S):
+                if time.monotonic() > deadline_s:
+                    log.warning("the last snapshot is given up: it was not saved within %.0f s", _SETTLE_S)
+                    return False
+                self._report.alive()
         except Exception as error:
             log.warning("the last snapshot was not saved: %s", error)
+        return True
 
     def _cost_of_the_last(self, step: int) -> float:
         """Seconds by which the last snapshot delayed the training, reported once, when it is saved; else 0."""

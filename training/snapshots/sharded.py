@@ -9,7 +9,7 @@ import io
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from socket import gethostname
@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from nodekit.training.snapshots.commit import HashingFile, place, sync_folder, written_beside
 from nodekit.training.snapshots.exchange import lowest_seen
-from nodekit.training.snapshots.manifest import Manifest, stem_of
+from nodekit.training.snapshots.files.commit import HashingFile, place, sync_folder, written_beside
+from nodekit.training.snapshots.files.manifest import Manifest, stem_of
+from nodekit.training.snapshots.files.shards import METADATA, REST, flat, rest, shapes
 from nodekit.training.snapshots.parts import keepers, transfers
 from nodekit.training.snapshots.peers import Peers
-from nodekit.training.snapshots.shards import METADATA, REST, flat, rest, shapes
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import World
 
@@ -108,9 +108,14 @@ class ShardedSnapshots(Snapshots):
         )
 
     def _commit(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
+        with ExitStack() as lock:  # until the manifest is there
+            name = self.peers.together(partial(self._begin, step, lock))[self._leader]
+            return self._write_parts(name, state, step=step, world_size=world_size, attempt=attempt)
+
+    def _write_parts(self, name: str, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
         tensors, others = state
         together = self.peers.together
-        folder = self.folder / together(partial(self._begin, step))[self._leader]
+        folder = self.folder / name
         writer = FileSystemWriter(folder, sync_files=False)
         # What all ranks have goes to one file: a node then reads that one, beside its own, and not all.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -145,11 +150,10 @@ class ShardedSnapshots(Snapshots):
         together(announce)
         return manifest
 
-    def _begin(self, step: int) -> str:
-        """A name for the folder of the snapshot's files, if this rank's node may save."""
+    def _begin(self, step: int, lock: ExitStack) -> str:
+        """A name for the folder of the snapshot's files, if this rank's node may save; ``lock`` gets its lock."""
         if self.commits:
-            self.fence.check(self._own_generation())
-            self._make_folder()
+            lock.enter_context(self._locked_folder(waits=True))
         generation = self._own_generation() if self._leads else 0
         return f"{stem_of(generation, step)}-{secrets.token_hex(8)}.dcp"
 

@@ -5,7 +5,6 @@ SHA-256. The payload is written to a temporary file, synced and renamed, and the
 same way, the manifest. A payload without a manifest does not count.
 """
 
-import errno
 import io
 import logging
 import os
@@ -21,12 +20,11 @@ from typing import Any, BinaryIO
 import torch
 
 from nodekit.training.errors import refuse_unsafe
-from nodekit.training.snapshots import commit
 from nodekit.training.snapshots.background import Background
-from nodekit.training.snapshots.fence import Fence
-from nodekit.training.snapshots.found import Found, check_loss
-from nodekit.training.snapshots.hostcopy import HostCopy, nan_in
-from nodekit.training.snapshots.manifest import (
+from nodekit.training.snapshots.files import commit
+from nodekit.training.snapshots.files.fence import Fence
+from nodekit.training.snapshots.files.found import Found, check_loss
+from nodekit.training.snapshots.files.manifest import (
     MANIFEST,
     PAYLOAD,
     Damaged,
@@ -42,8 +40,9 @@ from nodekit.training.snapshots.manifest import (
     verify,
     verify_parts,
 )
+from nodekit.training.snapshots.files.shards import REST, assemble, read_whole
+from nodekit.training.snapshots.hostcopy import HostCopy, nan_in
 from nodekit.training.snapshots.peers import Peers
-from nodekit.training.snapshots.shards import REST, assemble, read_whole
 
 log = logging.getLogger("nodekit.training")
 
@@ -174,8 +173,7 @@ class Snapshots:
         """
         with ExitStack() as stack:
             try:
-                self.fence.check(self._own_generation())
-                self._make_folder()
+                stack.enter_context(self._locked_folder())
                 temporary, file = stack.enter_context(commit.written_beside(self.folder))
                 payload = commit.HashingFile(file)
             except OSError as error:
@@ -198,7 +196,7 @@ class Snapshots:
         found = []
         for name in self._listed():
             try:
-                found.append(self._manifest_in(name))
+                found.append(Manifest.read(self.folder, name))
             except FileNotFoundError:  # another process has removed it since
                 pass
             except (NewerKit, Damaged) as error:
@@ -251,7 +249,7 @@ class Snapshots:
             return Found(problems=(f"{self.folder}: {error}",))
         for name in names:
             try:
-                manifest = commit.retried(partial(self._manifest_in, name), until_s)
+                manifest = commit.retried(partial(Manifest.read, self.folder, name), until_s)
                 if manifest.payload in but:
                     continue
                 if manifest.is_sharded and leave_parts:
@@ -281,7 +279,7 @@ class Snapshots:
         """
         name = f"{stem_of(*age)}.json"
         try:
-            manifest = commit.retried(partial(self._manifest_in, name))
+            manifest = commit.retried(partial(Manifest.read, self.folder, name))
             return commit.retried(partial(self._load, manifest, is_verified=is_verified, is_mapped=is_mapped))
         except FileNotFoundError:
             return None
@@ -306,15 +304,6 @@ class Snapshots:
         if expected and not names:
             raise OSError(f"no snapshot is here, though {expected}: is a file system not mounted?")
         return names
-
-    def _manifest_in(self, name: str) -> Manifest:
-        text = (self.folder / name).read_text()
-        try:
-            return Manifest.of(text, name)
-        except NewerKit:
-            raise
-        except (ValueError, TypeError, AttributeError) as error:
-            raise Damaged(f"its manifest is damaged ({error})") from error
 
     def _load(self, manifest: Manifest, *, is_verified: bool = False, is_mapped: bool = False) -> Loaded:
         path = self.folder / manifest.payload
@@ -345,8 +334,9 @@ class Snapshots:
         """Commit a sharded one whose files other nodes have sent, unless it is committed here."""
         with commit.warned(f"{manifest.name}, sent by other nodes, is not committed in {self.folder}"):
             if manifest not in self.manifests():
-                commit.sync_folder(self.folder)
-                self._announce(manifest)
+                with commit.locked(self.folder):
+                    commit.sync_folder(self.folder)
+                    self._announce(manifest)
 
     def reject(self, name: str, error: Exception) -> None:
         """Log why a snapshot is skipped; a damaged one is removed at the next save."""
@@ -391,25 +381,27 @@ class Snapshots:
         return None
 
     def _commit_if_newest(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest | None:
-        with self._locked_folder() as is_free:
-            if not is_free:  # a rank that saves still: what it has written must not be taken for a leftover
-                raise BlockingIOError(errno.EWOULDBLOCK, "another rank is saving there", str(self.folder))
+        with self._locked_folder():
             if any(each.age >= (self._own_generation(), step) for each in self.manifests()):
                 return None
             return self._write_whole(state, step=step, world_size=world_size, attempt=attempt)
 
     def _commit(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
-        with self._locked_folder():
+        with self._locked_folder(waits=True):  # as for the last save of this object's own
             return self._write_whole(state, step=step, world_size=world_size, attempt=attempt)
 
     @contextmanager
-    def _locked_folder(self) -> Iterator[bool]:
+    def _locked_folder(self, *, waits: bool = False) -> Iterator[None]:
+        """Let nobody else write there, whose half-written files would be taken for leftovers.
+
+        Raises:
+            BlockingIOError: somebody does (see ``commit.locked``).
+        """
         self.fence.check(self._own_generation())
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with commit.locked(self.folder) as is_free:
-            if is_free:
-                self._remove_leftovers()
-            yield is_free
+        with commit.locked(self.folder, waits=waits):
+            self._remove_leftovers()
+            yield
 
     def _write_whole(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
         with commit.written_beside(self.folder) as (temporary, file):
@@ -444,7 +436,10 @@ class Snapshots:
         self._announce(manifest)
 
     def _announce(self, manifest: Manifest) -> None:
-        """Write the manifest of a payload on the disk, if this generation still may, and remove old snapshots."""
+        """Write the manifest of a payload on the disk, if this generation still may, and remove old snapshots.
+
+        The folder is locked, so that nothing in it is of another save.
+        """
         generation = self._own_generation()
         self.fence.raise_to(generation)
         with commit.written_beside(self.folder) as (temporary, beside):
@@ -452,10 +447,6 @@ class Snapshots:
             commit.place(temporary, beside, manifest.name, last_word=partial(self.fence.check, generation))
         self._damaged.discard(manifest.name)
         self._prune(manifest)
-
-    def _make_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._remove_leftovers()
 
     def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
         """Check once that the payload loads with ``weights_only``: else saving must fail now, not loading later."""
@@ -476,7 +467,7 @@ class Snapshots:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove what a killed save left: temporary files, and payloads without a manifest.
+        """Remove what a killed save left, in a locked folder: temporary files, and payloads without a manifest.
 
         Payloads of newer generations stay: their manifests may be about to be written. So do payloads whose manifest
         cannot be read.

@@ -5,8 +5,8 @@ the difference between the last average and this one for a gradient, and makes a
 """
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class LocalSgd:
         self.step_s = 0.0
         """How long a step has taken since the last sync, on this rank."""
         self._every, self._world = options.local_steps, world
-        self._parameters = [each for each in module.parameters() if each.requires_grad]
+        self._parameters: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
         self._next_sync, self._last_sync, self._last_sync_s = 0, step, time.monotonic()
         self._snapshot_every = options.snapshot_every
         self._outer: torch.optim.SGD | None = None
@@ -60,7 +60,8 @@ class LocalSgd:
     @torch.no_grad()
     def average(self) -> None:
         """Give all ranks the same weights; all ranks call it."""
-        average_tensors(self._parameters, self._world.world_size)
+        world = self._world
+        average_tensors(self._parameters, [world.world_size] * len(self._parameters), world.device)
         if self._outer is not None:
             for common, own in zip(self._common, self._parameters, strict=True):
                 common.grad = common - own
@@ -71,11 +72,30 @@ class LocalSgd:
 
     @torch.no_grad()
     def average_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average the optimizers' state over the ranks, so that one rank's snapshot serves all."""
-        kept = (value for values in optimizer.state.values() for value in values.values())
-        average_tensors(
-            [each for each in kept if torch.is_tensor(each) and each.ndim], self._world.world_size
-        )
+        """Average the optimizers' state over the ranks, so that one rank's snapshot serves all; all ranks call it.
+
+        An optimizer has no state of a parameter before its first gradient, and in a model with branches that is another
+        step on each rank. Who has none gets the mean of the others': that is right also where an optimizer does not
+        begin with zeros.
+        """
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        own = {
+            (number, name): _described(value)
+            for number, parameter in enumerate(parameters)
+            for name, value in optimizer.state.get(parameter, {}).items()
+        }
+        by_rank = self._world.gather(own)
+        tensors, num_ranks = [], []
+        for where in sorted({each for had in by_rank for each in had}):  # the same order on all ranks
+            parameter, name = parameters[where[0]], where[1]
+            having = [had[where] for had in by_rank if where in had]
+            if where not in own:
+                optimizer.state[parameter][name] = _begun(having[0], parameter.device)
+            value = optimizer.state[parameter][name]
+            if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.ndim):
+                tensors.append(value)
+                num_ranks.append(len(having))
+        average_tensors(tensors, num_ranks, self._world.device)
 
     def state(self) -> dict[str, Any]:
         """The outer optimizer's state for a snapshot, which is taken right after an average."""
@@ -88,11 +108,42 @@ class LocalSgd:
             self._outer.load_state_dict({"state": state["state"], "param_groups": groups})
 
 
-def average_tensors(tensors: Iterable[torch.Tensor], world_size: int) -> None:
-    """Replace each tensor by its mean over the ranks, many tensors in one message."""
+class _Tensor(NamedTuple):
+    """What a tensor is that another rank has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_on_cpu: bool
+    """As the count of steps is, whatever device the parameter is on."""
+
+
+def _described(value: Any) -> Any:
+    """What of a value in an optimizer's state others need to have one like it."""
+    if isinstance(value, torch.Tensor):
+        return _Tensor(tuple(value.shape), value.dtype, value.device.type == "cpu")
+    return value
+
+
+def _begun(described: Any, device: torch.device) -> Any:
+    """A value like the one that another rank has; a tensor of zeros, to which that of the others is added."""
+    if isinstance(described, _Tensor):
+        where = torch.device("cpu") if described.is_on_cpu else device
+        return torch.zeros(described.shape, dtype=described.dtype, device=where)
+    return described
+
+
+def average_tensors(tensors: list[torch.Tensor], num_ranks: Sequence[int], device: torch.device) -> None:
+    """Replace each tensor by its sum over the ranks, divided by a number; many tensors in one message.
+
+    Args:
+        tensors: in the same order on all ranks.
+        num_ranks: by how many ranks' values to divide, for each tensor; all else adds zeros.
+        device: of this rank; NCCL sends no tensors that are on the CPU.
+    """
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]
-        flat = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]
+        flat = _flatten_dense_tensors(bucket).to(device)  # type: ignore[no-untyped-call]
         dist.all_reduce(flat)
-        flat /= world_size
-        for own, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):  # type: ignore[no-untyped-call]
-            own.copy_(mean)
+        for own, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):  # type: ignore[no-untyped-call]
+            own.copy_(total)
+    if tensors:
+        torch._foreach_div_(tensors, list(map(float, num_ranks)))

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from nodekit.training.devices import sum_dtype
 from nodekit.training.errors import TrainingError
+from nodekit.training.process.devices import sum_dtype
 from nodekit.training.reporting.tell import tell
 from nodekit.training.world import World
 
@@ -99,9 +100,15 @@ def _greatest(parameters: Iterable[torch.Tensor]) -> float:
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """The part that is here: FSDP's DTensor has it in a method, DeepSpeed's stage 3 in an attribute."""
+    """The part that is here: FSDP's DTensor has it in a method, DeepSpeed's stage 3 in an attribute.
+
+    DeepSpeed's parts are all of one size: the last ones end with memory that nobody has written.
+    """
     own: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return getattr(own, "ds_tensor", own)
+    part: torch.Tensor | None = getattr(own, "ds_tensor", None)
+    if part is None:
+        return own
+    return part.flatten()[: max(0, own.ds_numel - dist.get_rank() * part.numel())]  # type: ignore[attr-defined]
 
 
 class LossWatch:

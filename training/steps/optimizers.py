@@ -10,6 +10,8 @@ from nodekit.training.snapshots.hostcopy import map_tensors
 
 _HOW = ("foreach", "fused", "capturable")
 """Settings of a parameter group that are about the device, not about the training."""
+_OWN = (*_HOW, "lr", "initial_lr")
+"""Those, and what follows from this run's options: with another ``--lr`` a run is to go on with that one."""
 
 
 def is_fused(options: Options, device: torch.device) -> bool:
@@ -23,6 +25,8 @@ def is_fused(options: Options, device: torch.device) -> bool:
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is_kept: bool = False) -> None:
     """Load a state dict, as ``optimizer.load_state_dict``, but compute the steps as this optimizer did before.
 
+    It keeps its learning rates, too.
+
     Args:
         optimizer: with the parameters.
         state: may be of another device, and in a file (see ``map_payload``).
@@ -33,8 +37,8 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is
     """
     own, groups = optimizer.param_groups, state["param_groups"]
     if len(groups) == len(own):  # else torch refuses them
-        hows = [{name: group[name] for name in _HOW if name in group} for group in own]
-        groups = [{**group, **how} for group, how in zip(groups, hows, strict=True)]
+        kept = [{name: group[name] for name in _OWN if name in group} for group in own]
+        groups = [{**group, **each} for group, each in zip(groups, kept, strict=True)]
     values = state["state"]
     if not is_kept and all(each.device.type == "cpu" for group in own for each in group["params"]):
         # From the CPU to the CPU, torch keeps the tensors as they are.

@@ -39,7 +39,10 @@ class StepSums:
         self.is_late = False
         """Whether the newest sums are better left until the next step: waiting for them leaves a GPU without work."""
         self._world = world
-        self._may_be_late = may_be_late and world.device.type in LATE_ON
+        # Over gloo, a rank that loses another keeps its last step; of one whose sums are on their way, the loss is not
+        # known yet, and the next one's update would come before it.
+        is_kept = world.backend == "gloo" and (world.world_size > 1 or world.may_stay)
+        self._may_be_late = may_be_late and world.device.type in LATE_ON and not is_kept
         self._added: list[Step] = []
         self._started: list[tuple[list[Step], Callable[[], list[float]]]] = []
         self._last_s: float | None = None

@@ -21,6 +21,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".
 _EVALUATED = ("val", "valid", "validation", "dev", "test")
 """Folders for the evaluation, the first that is there; ``test`` is for ``final_data`` too."""
 _STL10_SIDE = 96
+_OF_16_BITS = ("PNG", "PPM")
+"""Formats whose grey of 16 bits is mode I to Pillow, for PNG in its older versions; in others mode I has 32 bits."""
 
 Data = torch.utils.data.Dataset[Sample]
 """Images, float32 ``(3, size, size)`` in -1 to 1, and labels, int64."""
@@ -90,7 +92,7 @@ class Images(Classifier):
 
     def _read_folders(self, folder: Path) -> None:
         if importlib.util.find_spec("PIL") is None:
-            raise TaskError("the task images reads its files by Pillow: pip install 'nodekit[images]'")
+            raise TaskError("the task images reads its files by Pillow: pip install pillow")
         train = folder / "train"
         evaluated = [folder / name for name in _EVALUATED if (folder / name).is_dir()]
         found = _by_class(train if train.is_dir() else folder)
@@ -140,11 +142,26 @@ class _Files(torch.utils.data.Dataset[Sample]):
         path, label = self._files[index]
         try:
             with Image.open(path) as file:
-                image = ImageOps.fit(file.convert("RGB"), (self._size, self._size))
+                image = ImageOps.fit(_rgb(file, path), (self._size, self._size))
+        except TaskError:
+            raise
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"{path} cannot be read ({error}): remove it or fetch it again") from error
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         return pixels.float() / 127.5 - 1, torch.tensor(label)
+
+
+def _rgb(file: Any, path: Path) -> Any:
+    """An open image of Pillow's in 8 bits per colour: ``convert`` alone makes most of a deeper grey white."""
+    from PIL import Image  # an extra
+
+    if file.mode.startswith("I;16") or (file.mode == "I" and file.format in _OF_16_BITS):
+        return Image.fromarray((np.asarray(file) / 257).round().astype(np.uint8)).convert("RGB")
+    if file.mode in ("I", "F"):
+        raise TaskError(
+            f"{path} has pixels of Pillow's mode {file.mode}, whose range is not known: convert it to 8 or 16 bits"
+        )
+    return file.convert("RGB")
 
 
 class _Stl10(torch.utils.data.Dataset[Sample]):

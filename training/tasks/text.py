@@ -121,6 +121,7 @@ class Text:
             )
         finally:
             says.set_verbosity(verbosity)
+        module.float()  # transformers 5 keeps the checkpoint's dtype; weights in half precision do not train
         self._bert.dtype = module.dtype
         shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
         other = [difference(name, here, there) for name, there, here in sorted(found["mismatched_keys"])]
@@ -280,7 +281,7 @@ def _transformers() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise TaskError("the task text needs transformers: pip install 'nodekit[text]'") from error
+        raise TaskError("the task text needs transformers: pip install transformers") from error
 
 
 def _labels(found: set[str], config: Any) -> tuple[str, ...]:

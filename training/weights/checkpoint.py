@@ -76,10 +76,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], p
     Raises:
         TrainingError: it is of another kind of optimizer, or of other parameters.
     """
-    own = [dict(group) for group in optimizer.param_groups]
     cure = "--init-from takes its weights alone"
     try:
-        for ours, theirs in zip(own, state["param_groups"], strict=True):
+        for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
             numbers = {name for name, value in ours.items() if type(value) in (int, float, tuple)}
             if lacking := sorted(numbers - {"lr", "initial_lr"} - set(theirs)):
                 raise TrainingError(
@@ -99,5 +98,3 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], p
                     f"{path}: its optimizer has {name} of {tuple(value.shape)} for a parameter of "
                     f"{tuple(parameter.shape)}; {cure}"
                 )
-    for group, ours in zip(optimizer.param_groups, own, strict=True):
-        group.update({name: ours[name] for name in ("lr", "initial_lr") if name in ours})

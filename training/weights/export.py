@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from nodekit.training.errors import TrainingError, refuse_unsafe
-from nodekit.training.snapshots.commit import sync_folder
-from nodekit.training.snapshots.manifest import save_payload
+from nodekit.training.snapshots.files.commit import sync_folder
+from nodekit.training.snapshots.files.manifest import save_payload
 
 WEIGHTS = "pytorch_model.bin"
 """A plain state dict by ``torch.save``, under the name that transformers expects."""

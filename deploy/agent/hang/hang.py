@@ -217,6 +217,11 @@ class Watch:
         """For how long no rank has told of progress or written a line, in this attempt."""
         return self._silence_s(self._at(now))
 
+    @property
+    def active_s(self) -> float:
+        """From the beginning of this attempt to the last sign of life: progress, or a line in a log."""
+        return self._clock - self._silence_s(self._clock) - self._begun
+
     def _silence_s(self, clock: float) -> float:
         said = (self._changed, self._talked, self._begun)
         return clock - max(each for each in said if each is not None)

@@ -1,4 +1,4 @@
-"""Decide whether crashed ranks are restarted, from what the attempts achieved. Pure."""
+"""Decide whether crashed or hung ranks are restarted, from what the attempts achieved. Pure."""
 
 from __future__ import annotations
 
@@ -7,43 +7,85 @@ from nodekit.deploy.host.schema import WorkerFailure
 
 # Attempts in a row that got nowhere, for whatever reason: more than this is no bad luck.
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 10
-LONG_ATTEMPT_S = 120.0  # an attempt of a script that says nothing of its progress has made some after this
+# An attempt of a script that says nothing of its progress has made some after this; where it ended as the one before,
+# it may have come to the same place again, and only a much longer one has.
+LONG_ATTEMPT_S = 120.0
+LONG_ATTEMPT_THAT_ENDED_ALIKE_S = 3600.0
+A_HANG = "a hang"
 
 
 class Budget:
-    """How often this node's workers may still crash: counted anew whenever the job gets further than ever before."""
+    """How often this node's workers may still crash or hang: counted anew whenever the job gets further than ever."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self._charged = 0
+        self._hangs = 0
         self._fruitless = 0
         self._best_step = -1
-        self._last_error = ""
-        self.has_progressed = False
+        self._ended_by = ""
+        self._ended_alike = False
+        self._has_trained = False
+        """Whether some attempt got past its start, also where that is no progress."""
 
-    def took_steps(self, step: int | None, *, seconds: float) -> None:
-        """What an attempt has come to: the least step its ranks here reported, and how long it went."""
+    def took_steps(
+        self, step: int | None, *, seconds: float, seems_trained: bool = False, ended_by: str = ""
+    ) -> None:
+        """What an attempt has come to; before `crashed` or `hung`.
+
+        Args:
+            step: the least that its ranks here reported.
+            seconds: how long it went; of one that hung, until it fell silent.
+            seems_trained: whether what a rank printed looks like that. It may print that in each attempt anew, so it
+                is no progress.
+            ended_by: the error of this node's own rank that failed, or how it ended where there is none, or A_HANG;
+                "" where the attempt ended otherwise.
+        """
         self._fruitless += 1
-        if (step is not None and step > self._best_step) or (step is None and seconds > LONG_ATTEMPT_S):
+        self._has_trained |= seems_trained
+        last_line = (ended_by.strip().splitlines() or [""])[-1]
+        self._ended_alike = bool(last_line) and last_line == self._ended_by
+        self._ended_by = last_line or self._ended_by
+        long_s = LONG_ATTEMPT_THAT_ENDED_ALIKE_S if self._ended_alike else LONG_ATTEMPT_S
+        if (step is not None and step > self._best_step) or (step is None and seconds > long_s):
             self._best_step = max(self._best_step, step or 0)
-            self._fruitless = self._charged = 0
-            self.has_progressed = True
+            self._fruitless = self._charged = self._hangs = 0
+            self._has_trained = True
 
-    def crashed(self, failure: WorkerFailure) -> str | None:
-        """Charge a crash of this node's own making; None to go on, else why not, "" if the crash says enough."""
+    def crashed(self, failure: WorkerFailure, *, seems_trained: bool = False) -> str | None:
+        """Charge a crash of this node's own making; None to go on, else why not, "" if the crash says enough.
+
+        `seems_trained` is of another node: that rank 0 printed so.
+        """
         self._charged += 1
+        self._has_trained |= seems_trained
         error = failure["error"]
-        last_line = (error.strip().splitlines() or [""])[-1]
-        again, self._last_error = bool(last_line) and last_line == self._last_error, last_line
         if ends_so_again(error):
             return ""
         if self._charged > self._max_restarts:
-            return f"{self._charged} crashes without progress" if self._max_restarts else ""
-        if not self.has_progressed and never_starts(error, failure["exitcode"]):
+            return self._used_up() if self._max_restarts else ""
+        if not self._has_trained and never_starts(error, failure["exitcode"]):
             return "the command does not start"
-        if not self.has_progressed and again:
-            return "it failed twice in the same way before its first step"
+        if not self._has_trained and self._ended_alike and error.strip():
+            return "it failed twice in the same way, each time within two minutes"  # LONG_ATTEMPT_S
         return None
+
+    def hung(self) -> str | None:
+        """Charge a hang before which no rank of the attempt, on any node, told a step; None to go on, else why not."""
+        self._charged += 1
+        self._hangs += 1
+        if self._charged <= self._max_restarts:
+            return None
+        return self._used_up() if self._max_restarts else "it hung, and job.max_restarts is 0"
+
+    def _used_up(self) -> str:
+        crashes = self._charged - self._hangs
+        told = [
+            f"{number} {word}{'s' if number > 1 and word == 'hang' else 'es' if number > 1 else ''}"
+            for number, word in ((crashes, "crash"), (self._hangs, "hang"))
+            if number
+        ]
+        return f"{' and '.join(told)} without progress"
 
     @property
     def is_fruitless(self) -> bool:

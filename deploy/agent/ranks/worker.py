@@ -11,18 +11,19 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
+_libc = ctypes.CDLL(None)  # now: a child of a process with threads must not load anything
 
 
-def die_with(parent: int | None) -> None:
-    """Be killed when the parent ends, however it ends; None: no longer."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if parent else 0)
+def die_with(parent: int | None, number: signal.Signals = signal.SIGKILL) -> None:
+    """Get this signal when the parent's thread that started us ends, however it ends; None: no longer."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number if parent else 0)
     if parent and os.getppid() != parent:
         os._exit(1)  # it was gone before the line above took hold
 
 
 def be_read_by(pid: int) -> None:
     """Let a process and what it starts (py-spy) read this one's stack, which Ubuntu (Yama) allows only ancestors."""
-    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def settle(parent: int, agent: int, log: str) -> None:

@@ -11,6 +11,7 @@ tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What diffe
 - a participant that is gone counts as a reason to re-form (upstream looks at waiting nodes only), and is known to
   be gone by its keepalive (`keepalive.py`), seconds before its heartbeat expires;
 - a round is complete as soon as all who are connected are in it, not after the last call;
+- no times of two hosts' clocks are compared;
 - the loss of the store's host ends every call that waits for it;
 - what is in the store is signed (`signed_store.py`), and refused, before it is unpickled, if it is not;
 - a state that has to be asked for again is asked for after 0.05 s, at first earlier by few nodes, not after 1 s;
@@ -33,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no stubs
@@ -48,6 +49,7 @@ from nodekit.deploy.agent import descriptors
 from nodekit.deploy.agent.rendezvous.formed import DONE, Formed
 from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer, News, cut_connections
 from nodekit.deploy.agent.rendezvous.signed_store import SignedBackend, SignedStore
+from nodekit.deploy.agent.rendezvous.state import HEARTBEAT_S, HEARTBEATS, State
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.schema import Say
@@ -56,8 +58,6 @@ CONNECT_TIMEOUT_S = 60.0
 ANSWER_S = 1.0
 FIRST_CALL_S = 15.0  # how long the first round of a generation waits for nodes beyond the fewest
 FORM_TIMEOUT_S = 20.0  # to tell each other of oneself, once the round is complete
-# Heartbeats are the second line behind the keepalives; they compare clocks, so they have a wide margin.
-HEARTBEAT_S, HEARTBEATS = 5.0, 3
 LAST_LOOK_S = 3.0
 _POLL_S = 0.05
 _SOON_S = 1.0  # so long few nodes ask more often: then most have met
@@ -144,10 +144,16 @@ class Rendezvous:
                 heartbeat=timedelta(seconds=60),
             ),
             keep_alive_interval=timedelta(seconds=HEARTBEAT_S),
-            keep_alive_max_attempt=HEARTBEATS + int(spec.skew_s / HEARTBEAT_S + 0.99),
+            keep_alive_max_attempt=HEARTBEATS,
         )
         self._settings = settings
-        self._state = _State(backend, settings, self)
+        self._state = State(
+            backend,
+            settings,
+            is_gone=self.is_gone,
+            are_all_here=self.are_all_here,
+            poll_s=lambda: self.poll_s,
+        )
         self._handler = upstream.DynamicRendezvousHandler(
             node, settings, backend.name, self._store, self._state
         )
@@ -215,6 +221,8 @@ class Rendezvous:
         self._soon_until = time.monotonic() + _SOON_S
         with self.lost_store_is_told():
             info = handler.next_rendezvous()
+            if info.rank >= info.world_size:  # the state has changed between the two
+                raise FormAgain
             self._formed_size = info.world_size
             workers_store = None
             if info.rank == 0:
@@ -393,36 +401,6 @@ class _Timeouts(upstream.RendezvousTimeout):
     def to_last_call(self, seconds: float) -> None:
         """From the first round's last call to the later ones'."""
         self._last_call = timedelta(seconds=seconds)
-
-
-class _State(upstream._BackendRendezvousStateHolder):
-    """Upstream's holder of the state, which knows from the keepalives who is gone and who is still to come."""
-
-    def __init__(self, backend: Any, settings: Any, rendezvous: Rendezvous) -> None:
-        super().__init__(backend, settings, cache_duration=_POLL_S)  # type: ignore[arg-type]  # it is only ever subtracted from a time
-        self._rendezvous = rendezvous
-
-    def sync(self) -> bool | None:
-        self._cache_duration = self._rendezvous.poll_s  # type: ignore[assignment]  # it is only ever subtracted
-        return super().sync()
-
-    def _sanitize(self) -> None:
-        state: Any = self._state
-        for node in state.last_heartbeats:
-            if self._rendezvous.is_gone(node):
-                state.last_heartbeats[node] = _long_ago(state.last_heartbeats[node])
-        super()._sanitize()
-        if (
-            not state.complete
-            and state.deadline is not None
-            and self._rendezvous.are_all_here(set(state.participants), is_first_round=state.round == 0)
-        ):
-            state.deadline = _long_ago(state.deadline)
-
-
-def _long_ago(like: datetime) -> datetime:
-    """The earliest time that can be compared with another: upstream's have no time zone before torch 2.6."""
-    return datetime.min.replace(tzinfo=like.tzinfo)
 
 
 def answers(address: str, port: int, pause: Callable[[], None]) -> bool:

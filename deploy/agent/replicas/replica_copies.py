@@ -25,7 +25,7 @@ from nodekit.deploy.agent.replicas.replica_files import (
     open_file,
     write_synced,
 )
-from nodekit.training.snapshots import commit
+from nodekit.training.snapshots.files import commit
 
 _NUM_SET_ASIDE = 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

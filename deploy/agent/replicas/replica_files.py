@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from nodekit.deploy.agent.agent_wire import CHUNK_BYTES
 from nodekit.deploy.host import processes
-from nodekit.training.snapshots import commit
+from nodekit.training.snapshots.files import commit
 
 Attempt = tuple[int, int]
 NEVER: Attempt = (-1, -1)

@@ -35,7 +35,7 @@ from nodekit.deploy.agent.replicas.replica_files import (
     sha256_of,
 )
 from nodekit.deploy.host.schema import Say
-from nodekit.training.snapshots import commit
+from nodekit.training.snapshots.files import commit
 
 _MAX_CALLS = 16
 

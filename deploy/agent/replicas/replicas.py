@@ -40,7 +40,7 @@ from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.accept import HANDSHAKE_S, Acceptor
 from nodekit.deploy.host.schema import EventKind, Say
-from nodekit.training.snapshots import commit
+from nodekit.training.snapshots.files import commit
 
 POLL_S = 0.5
 STABLE_S = 1.0

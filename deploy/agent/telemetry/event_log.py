@@ -46,6 +46,8 @@ class EventLog:
         self._looked = 0.0
         self._guessed_from = ""
         """Rank 0's log, where that is a rank of this node."""
+        self._guesses: set[tuple[int | None, int | None]] = set()
+        """(epoch, step) of all that it was seen to tell."""
         self._spec = spec
         self._status: NodeStatus = {
             "version": schema.VERSION,
@@ -123,6 +125,7 @@ class EventLog:
         self.forget_progress()
         with self._looking:
             self._guessed_from = log_of_rank_0 if group_rank == 0 else ""
+            self._guesses = set()
             self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not self._is_shared)
 
     def forget_progress(self) -> None:
@@ -219,7 +222,10 @@ class EventLog:
         """What the ranks say of their progress: the least advanced one speaks for the node."""
         said = hang.read_progress(self.progress_dir).values()
         if not said:  # for people alone: what is guessed at is no sign of progress
-            return {"guess": guess.of_file(self._guessed_from) if self._guessed_from else None}
+            found = guess.of_file(self._guessed_from) if self._guessed_from else None
+            if found is not None:
+                self._guesses.add((found["epoch"], found["step"]))
+            return {"guess": found}
         least = min(said, key=lambda each: (each.mtime, each.text))
         if least.stage:
             return {"progress": None, "progress_time": None, "guess": None, "stage": least.stage}
@@ -229,6 +235,11 @@ class EventLog:
             "guess": None,
             "stage": "",
         }
+
+    @property
+    def seems_to_train(self) -> bool:
+        """Whether rank 0's log, on its node, has told of two steps or epochs in this attempt."""
+        return len(self._guesses) > 1
 
     def _result(self) -> dict[str, Any]:
         """The numbers and words of ``output/result.json``, which the training module writes at its end."""

@@ -1,6 +1,6 @@
 """Watch the GPUs of this node's ranks while they train: samples, slowdowns, and faults with which no rank can go on.
 
-The driver is asked by a process of its own (`deploy/host/probes/gpu_watch.py`), which a thread listens to.
+The driver is asked by a process of its own (`deploy/host/probes/gpu/gpu_watch.py`), which a thread listens to.
 Standard library only.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from nodekit.deploy.host.probes.xids import FATAL_XIDS, HARDWARE_XIDS, HARMLESS_XIDS, parse_xids
+from nodekit.deploy.host.probes.gpu.xids import FATAL_XIDS, HARDWARE_XIDS, HARMLESS_XIDS, parse_xids
 from nodekit.deploy.host.schema import GpuUsage, Say, WorkerFailure
 
 SILENT_S = 30.0  # the driver is asked every second
@@ -74,7 +74,7 @@ class GpuHealth:
         self._slow_told: dict[int, float] = {}
         self._process: subprocess.Popen[str] | None = None
         if gpus:
-            argv = [sys.executable, "-m", "nodekit.deploy.host.probes.gpu_watch", *map(str, gpus)]
+            argv = [sys.executable, "-m", "nodekit.deploy.host.probes.gpu.gpu_watch", *map(str, gpus)]
             with contextlib.suppress(OSError):
                 self._process = subprocess.Popen(
                     argv,

@@ -1,4 +1,7 @@
-"""Guess how far a rank is from the last lines that it printed; for people only, nothing is decided by it."""
+"""Guess how far a rank is from the last lines that it printed.
+
+For people: it is no sign of progress. That it advances only tells a failure while training from one at the start.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from nodekit.deploy.host.schema import Guess
 
 TAIL_BYTES = 8192
+LONG_TAIL_BYTES = 65536  # a traceback of gloo or NCCL stands below
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*[A-Za-z]")
 _NUMBER = r"(\d{1,12})(?![\d.]*\.\d|\w)"
 _OF = rf"{_NUMBER}(?:\s*(?:/|of)\s*(\d{{1,12}})(?!\w))?"
@@ -35,6 +39,23 @@ def of_file(path: str) -> Guess | None:
         return None
 
 
+def advances(path: str) -> bool:
+    """Whether the last lines of a log tell of two steps, or epochs: whoever printed them has trained."""
+    try:
+        with Path(path).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LONG_TAIL_BYTES))
+            text = file.read(LONG_TAIL_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return False
+    found: set[tuple[int | None, int | None]] = set()
+    for line in text.replace("\r", "\n").split("\n"):
+        if (told := of_text(line)) is not None:
+            found.add((told["epoch"], told["step"]))
+            if len(found) > 1:
+                return True
+    return False
+
+
 def of_text(text: str) -> Guess | None:
     """``step``, ``total_steps``, ``epoch`` and ``loss`` of the last line that has the first or the third; or None."""
     for line in reversed(_COLOUR.sub("", text).replace("\r", "\n").split("\n")):
@@ -51,6 +72,15 @@ def of_text(text: str) -> Guess | None:
             "loss": value if math.isfinite(value) else None,
         }
     return None
+
+
+def brief(guess: Guess | None) -> str:
+    """A guess for a cell of a table: ``~37/100``, ``~epoch 3``; a dash without one."""
+    if guess is None:
+        return "–"
+    if guess["step"] is not None:
+        return f"~{guess['step']}" + (f"/{guess['total_steps']}" if guess["total_steps"] else "")
+    return "–" if guess["epoch"] is None else f"~epoch {guess['epoch']}"
 
 
 def words(guess: Guess) -> str:

@@ -46,7 +46,7 @@ def prestart(
         RuntimeError: an agent is alive already, or the secrets are no more where they were.
     """
     node_dir = os.path.expanduser(node_dir)
-    os.makedirs(node_dir, mode=0o700, exist_ok=True)
+    files.make_private(node_dir)
     alive = status.agent_alive(node_dir)
     if alive:
         error = RuntimeError("an agent of this run is alive already (pid %d)" % alive)

@@ -7,7 +7,8 @@ import stat
 import time
 from typing import Any, Dict, List, Optional, Sequence
 
-from nodekit.deploy.host import files, treefiles
+from nodekit.deploy.host.code import treefiles
+from nodekit.deploy.host.probes import hostfacts
 
 MOST_FILES = 50_000
 MOST_S = 2.0
@@ -19,7 +20,8 @@ def list_artifacts(node_dir: str, code_dir: str, snapshots: str, weights: Sequen
 
     Returns:
         ``logs``, ``snapshots``, ``curves``: whether there are any; ``weights``: the first of those folders that is
-        there, or ""; ``written``: see `written`; ``code``: a name of the code folder, the same for nodes that share it.
+        there, or ""; ``written``: see `written`; ``code``: a name of the folder that kit works in, for
+        `hostfacts.folders`.
     """
     node_dir, code_dir = os.path.expanduser(node_dir), os.path.expanduser(code_dir)
     return {
@@ -90,7 +92,8 @@ def _names(folder: str) -> List[str]:
 
 
 def _name_of(code_dir: str) -> str:
-    """Of the folder that kit works in there, which hosts may share, and of the run."""
-    work = os.path.dirname(os.path.dirname(os.path.dirname(code_dir)))
-    name = files.read_text(os.path.join(work, ".id")).strip()
-    return name and name + code_dir[len(work) :]
+    """Of the folder that kit works in there, which hosts may share: see `hostfacts.folders`."""
+    try:
+        return hostfacts.read_folder_id(os.path.dirname(os.path.dirname(os.path.dirname(code_dir))))
+    except OSError:
+        return ""

@@ -18,7 +18,7 @@ from nodekit.deploy.host.schema import NodeStatus
 def fence(node_dir: str, generation: int) -> NodeStatus:
     """Refuse every generation below `generation` on this node, for good; what runs of one ends within a moment."""
     node_dir = os.path.expanduser(node_dir)
-    os.makedirs(node_dir, mode=0o700, exist_ok=True)
+    files.make_private(node_dir)
     with locked(node_dir):
         if fence_in(node_dir) < generation:
             _set_fence(node_dir, load_spec(node_dir), generation)
@@ -67,7 +67,7 @@ def enter(node_dir: str, own: Mapping[str, Any], spec: Mapping[str, Any], called
 def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int) -> None:
     saved = snapshot_folder(node_dir, spec)
     is_shared = spec.get("env", {}).get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
-    os.makedirs(node_dir, mode=0o700, exist_ok=True)
+    files.make_private(node_dir)
     make_snapshot_folder(saved, is_shared=is_shared)
     for folder in (saved, node_dir):  # nodekit.training looks where it writes, which may be a shared folder
         files.write_private(os.path.join(folder, "fence"), b"%d\n" % generation, durable=True)
@@ -83,7 +83,7 @@ def make_snapshot_folder(folder: str, is_shared: bool) -> None:
         if is_shared and not os.path.isdir(folder):
             os.mkdir(folder, 0o700)
         elif not is_shared:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+            files.make_private(folder)
     except FileExistsError:
         if not os.path.isdir(folder):
             raise OSError(

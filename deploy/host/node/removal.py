@@ -7,7 +7,6 @@ target is left alone.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.host import files
-from nodekit.deploy.host.probes import leftovers
+from nodekit.deploy.host.probes import hostfacts, leftovers
 
-_OWN = ("code", "code.tree.json", "slurm", "state")  # beside the nodes' folders
+# Beside the nodes' folders; no inventory has a host of these names (inventory/resolve.py), but Slurm may.
+_OWN = ("code", "code.tree.json", "slurm", "state")
 _BEAT_S = 1.0
 _GRACE_S = 5.0
 
@@ -37,28 +37,57 @@ def list_run(
 
     Returns:
         ``there``, ``bytes`` of all and ``snapshots_bytes`` of the snapshots; ``shared``, a name of the folder that is
-        the same on every host that has it; ``alive``, what runs of it; ``problem``, why it must not be removed.
+        the same on every host that has it; ``alive``, what runs of it; ``agents``, the nodes whose ``agent.json`` says
+        which process their agent is, or was; ``problem``, why it must not be removed.
     """
     with _beating(part):
         place = Path(folder)
-        found: dict[str, Any] = {"there": False, "bytes": 0, "snapshots_bytes": 0, "alive": [], "problem": ""}
-        found["shared"] = files.read_text(str(place.parent.parent / ".id")).strip()
-        for own in (place, _half(place)):
-            if own.exists() or own.is_symlink():
-                found["there"] = True
-                found["problem"] = found["problem"] or _problem(own, place, run_id, names)
-                found["bytes"] += _size(own)
-                found["snapshots_bytes"] += sum(_size(each / "snapshots") for each in _nodes(own))
-        elsewhere = Path(snapshots)
-        for own in (elsewhere, _half(elsewhere)) if snapshots else ():
-            if own.exists() or own.is_symlink():
-                found["there"] = True
-                found["problem"] = found["problem"] or _snapshots_problem(own, elsewhere, place)
-                size = _size(own)
-                found["bytes"] += size
-                found["snapshots_bytes"] += size
-        found["alive"] = _alive(place, run_id)
+        found: dict[str, Any] = {
+            "there": False, "bytes": 0, "snapshots_bytes": 0, "alive": [], "problem": "", "shared": "",
+            "agents": [],
+        }  # fmt: skip
+        with contextlib.suppress(OSError):
+            found["shared"] = hostfacts.read_folder_id(str(place.parent.parent))
+        try:
+            _look(found, place, run_id, names, snapshots)
+        except OSError as error:  # nobody knows what is there, or runs
+            what = "%s cannot be read: %s; kit rm again when that is mended"
+            found["there"] = True
+            found["problem"] = found["problem"] or what % (error.filename or place, error.strerror)
         return found
+
+
+def _look(found: dict[str, Any], place: Path, run_id: str, names: Sequence[str], snapshots: str) -> None:
+    for own in (place, _half(place)):
+        if _is_there(own):
+            found["there"] = True
+            found["problem"] = found["problem"] or _problem(own, place, run_id, names)
+            found["bytes"] += _size(own)
+            found["snapshots_bytes"] += sum(_size(each / "snapshots") for each in _nodes(own, run_id))
+    elsewhere = Path(snapshots)
+    for own in (elsewhere, _half(elsewhere)) if snapshots else ():
+        if _is_there(own):
+            found["there"] = True
+            found["problem"] = found["problem"] or _snapshots_problem(own, elsewhere, place)
+            size = _size(own)
+            found["bytes"] += size
+            found["snapshots_bytes"] += size
+    for node in [*_nodes(place, run_id), *_nodes(_half(place), run_id)]:
+        path = node / "agent.json"
+        if isinstance(files.load(str(path)), dict):
+            found["agents"].append(node.name)
+        elif _is_there(path):
+            found["problem"] = found["problem"] or f"{path} is damaged: whether that agent runs is not known"
+    found["alive"] = _alive(place, run_id)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything; OSError where nobody knows."""
+    try:
+        os.lstat(path)
+    except files.NOT_FOUND:
+        return False
+    return True
 
 
 def remove(
@@ -83,7 +112,7 @@ def remove(
         if shm:  # nobody could tell later whose it was
             leftovers.clean(str(place.parent.parent), shm, _GRACE_S)
         if keep_snapshots:
-            _strip(place)
+            _strip(place, run_id)
             return
         if snapshots:
             _take_away(Path(snapshots))  # first: what says whose they are goes last
@@ -111,11 +140,8 @@ def _problem(own: Path, place: Path, run_id: str, names: Sequence[str]) -> str:
         return f"{own} is a link, and what it points to may be anybody's"
     if not own.is_dir():
         return f"{own} is no folder"
-    ids = {
-        str(each): _load(each).get("run_id", "")
-        for each in own.glob("*/spec.json")
-        if not each.parent.is_symlink()
-    }
+    specs = (each / "spec.json" for each in _nodes(own, run_id))
+    ids = {str(each): _load(each).get("run_id", "") for each in specs if _is_there(each)}
     for path, found in ids.items():
         if found != run_id:
             return f"{path} is of the run '{found}'"
@@ -151,15 +177,12 @@ def _saves_to(spec: dict[str, Any], folder: Path) -> bool:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(files.read_text(str(path)))
-    except ValueError:
-        return {}
+    found = files.load(str(path))
     return found if isinstance(found, dict) else {}
 
 
 def _runs(place: Path, run_id: str) -> list[leftovers.Remains]:
-    return [each for each in leftovers.runs(str(place.parent.parent)) if each["run"] == run_id]
+    return leftovers.runs(str(place.parent.parent), run_id)
 
 
 def _alive(place: Path, run_id: str) -> list[str]:
@@ -173,12 +196,14 @@ def _alive(place: Path, run_id: str) -> list[str]:
     return found
 
 
-def _nodes(place: Path) -> list[Path]:
-    """The nodes' folders in a run's: those that are no links."""
+def _nodes(place: Path, run_id: str) -> list[Path]:
+    """The nodes' folders in a run's: those that are no links. One of kit's own names is a node's by its spec.json."""
     if place.is_symlink() or not place.is_dir():
         return []
-    others = (each for each in place.iterdir() if each.name not in _OWN)
-    return [each for each in others if each.is_dir() and not each.is_symlink()]
+    folders = (each for each in sorted(place.iterdir()) if each.is_dir() and not each.is_symlink())
+    return [
+        each for each in folders if each.name not in _OWN or _load(each / "spec.json").get("run_id") == run_id
+    ]
 
 
 def _size(folder: Path) -> int:
@@ -197,9 +222,9 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _strip(place: Path) -> None:
+def _strip(place: Path, run_id: str) -> None:
     """Remove all of a run's folder but the snapshots in its nodes' folders."""
-    nodes = _nodes(place)
+    nodes = _nodes(place, run_id)
     for each in list(place.iterdir()) if place.is_dir() else []:
         if each not in nodes:
             _delete(each)

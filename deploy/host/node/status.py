@@ -14,7 +14,7 @@ from nodekit.deploy.host.schema import AgentRecord, NodeStatus, Worker
 HELD_S = 30.0
 _SNAPSHOT = re.compile(
     r"g(\d{4,})-s(\d{9,})\.json"
-)  # as nodekit.training.snapshots.manifest names a committed one
+)  # as nodekit.training.snapshots.files.manifest names a committed one
 _last_snapshots: Dict[str, Tuple[List[int], float]] = {}  # folder → the newest that it held, and when
 
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Dict, Iterator, List, Optional
 
 from nodekit.deploy.host import processes
-from nodekit.deploy.host.probes import gpus
-from nodekit.deploy.host.probes import nics as interfaces
+from nodekit.deploy.host.probes.gpu import gpus
+from nodekit.deploy.host.probes.network import nics as interfaces
 
 _PROBE_TIMEOUT_S = 6
 _PROBES_TIMEOUT_S = 12
@@ -54,8 +54,8 @@ print("\n" + json.dumps([sys.executable, "%d.%d.%d" % sys.version_info[:3], sys.
 """
 
 
-def survey() -> Dict[str, Any]:
-    """What there is on this host."""
+def survey(python: str = "") -> Dict[str, Any]:
+    """What there is on this host; `python` is an interpreter that somebody has named for it."""
     with ThreadPoolExecutor(1) as beside:
         found = beside.submit(gpus.look_up)
         answer = {
@@ -64,21 +64,21 @@ def survey() -> Dict[str, Any]:
             "cpus": len(os.sched_getaffinity(0)),
             "memory_mib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2,
             "nics": interfaces.nics(),
-            "pythons": interpreters(),
+            "pythons": interpreters(python),
         }
         answer.update(gpus=found.result()["usable"], gpu_problem=found.result()["problem"])
         return answer
 
 
-def interpreters() -> List[Dict[str, Any]]:
-    """Each interpreter once: ``[{"path", "version", "torch", "default"}]``, the one that runs this first.
+def interpreters(named: str = "") -> List[Dict[str, Any]]:
+    """Each interpreter once: ``[{"path", "version", "torch", "default", "named"}]``, the one that runs this first.
 
     A path in the home folder begins with ``~/``, so that it reads the same on hosts whose users differ. `torch` is
     its version or None; `default` marks the one that runs this: it is what kit takes that is told of no other.
     """
-    found: List[Dict[str, Any]] = []
-    prefixes = set()
-    candidates = list(dict.fromkeys(_candidates()))[:_MAX_INTERPRETERS]
+    found: Dict[str, Dict[str, Any]] = {}
+    named = os.path.expanduser(named)
+    candidates = list(dict.fromkeys(_candidates(named)))[:_MAX_INTERPRETERS]
     deadline = time.monotonic() + _PROBES_TIMEOUT_S
 
     def probe(path: str) -> Optional[List[Any]]:
@@ -87,23 +87,25 @@ def interpreters() -> List[Dict[str, Any]]:
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for candidate, answer in zip(candidates, pool.map(probe, candidates)):  # noqa: B905, it is 3.10's
-            if answer is None or answer[2] in prefixes:
+            if answer is None:
                 continue
             executable, version, prefix, torch = answer
-            prefixes.add(prefix)
-            found.append(
-                {
-                    "path": _from_home(executable or candidate),
-                    "version": version,
-                    "torch": torch,
-                    "default": candidate == sys.executable,
-                }
-            )
-    return found
+            one = {
+                "path": _from_home(executable or candidate),
+                "version": version,
+                "torch": torch,
+                "default": candidate == sys.executable,
+                "named": False,
+            }
+            found.setdefault(prefix, one)
+            found[prefix]["named"] |= candidate == named
+    return list(found.values())
 
 
-def _candidates() -> Iterator[str]:
+def _candidates(named: str) -> Iterator[str]:
     yield sys.executable
+    if named:
+        yield named
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if os.environ.get(name):
             yield os.path.join(os.environ[name], "bin/python")

@@ -13,10 +13,17 @@ import socket
 import sys
 import time
 from importlib.machinery import PathFinder
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from nodekit.deploy.host import processes, programs
-from nodekit.deploy.host.probes import gpus, nics
+from nodekit.deploy.host.files import make_private
+from nodekit.deploy.host.probes.gpu import gpus
+from nodekit.deploy.host.probes.network import nics
+
+_OWN_DISKS = frozenset(
+    ("btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "tmpfs", "vfat", "xfs", "zfs")
+)
+"""File systems that one machine mounts, and no other beside it."""
 
 
 def facts(
@@ -60,7 +67,7 @@ def facts(
         "has_kit": False,
     }
     try:
-        os.makedirs(workdir, mode=0o700, exist_ok=True)
+        make_private(workdir)
         found["workdir_id"] = folder_id(workdir)
         disk = os.statvfs(workdir)
         found["free_bytes"] = disk.f_bavail * disk.f_frsize
@@ -80,6 +87,53 @@ def _user() -> str:
 
 def folder_id(folder: str) -> str:
     """A name of the folder itself, the same on every host that mounts it: made once, by whoever comes first."""
+    name = read_folder_id(folder)
+    return name or _made_folder_id(folder)
+
+
+def read_folder_id(folder: str) -> str:
+    """The same, "" where it has none yet.
+
+    On a disk of this machine's own it has the machine and the folder's place there after an "@": a copy of the folder,
+    in an image, another home or another container of the image, has the same file in it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        with open(os.path.join(folder, ".id")) as file:
+            text = file.read().strip()
+    except FileNotFoundError:
+        return ""
+    if not text or not _is_on_own_disk(folder):
+        return text
+    here = os.stat(folder)
+    return "%s@%s:%d:%d" % (text, processes.boot_id(), here.st_dev, here.st_ino)
+
+
+def folders(ids: Mapping[str, str]) -> Dict[str, str]:
+    """Host → a name of its folder, equal for those that share it, from each one's `folder_id`; "" stays "".
+
+    A file server that is a host too has the folder on its own disk, and the others have it from there: it is one folder
+    as soon as one of them has it without the machine.
+    """
+    shared = set(ids.values())
+    names = {each: each.partition("@")[0] for each in shared}
+    return {host: names[each] if names[each] in shared else each for host, each in ids.items()}
+
+
+def _is_on_own_disk(folder: str) -> bool:
+    device = os.stat(folder).st_dev
+    number = "%d:%d" % (os.major(device), os.minor(device))
+    try:
+        with open("/proc/self/mountinfo") as mounts:
+            found = [line.split(" - ", 1)[1].split()[0] for line in mounts if line.split()[2] == number]
+    except (OSError, IndexError):
+        return False
+    return bool(found) and found[0] in _OWN_DISKS
+
+
+def _made_folder_id(folder: str) -> str:
     path = os.path.join(folder, ".id")
     draft = "%s.%s.%d" % (path, socket.gethostname(), os.getpid())
     if not os.path.exists(path):
@@ -94,8 +148,7 @@ def folder_id(folder: str) -> str:
                 os.rename(draft, path)
         if os.path.exists(draft):
             os.unlink(draft)
-    with open(path) as file:
-        return file.read().strip()
+    return read_folder_id(folder)
 
 
 def module_version(name: str) -> Optional[str]:

@@ -11,7 +11,7 @@ import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, TypedDict
 
 from nodekit.deploy.host import current_status, errors, files, processes
-from nodekit.deploy.host.probes import netstate
+from nodekit.deploy.host.probes.network import netstate
 from nodekit.deploy.host.processes import Process
 from nodekit.deploy.host.schema import Worker
 
@@ -50,14 +50,21 @@ class Remains(TypedDict):
     """Since its ranks have last said anything."""
 
 
-def runs(workdir: str) -> List[Remains]:
-    """Each run of ours that has something alive on this host."""
+def runs(workdir: str, run_id: Optional[str] = None) -> List[Remains]:
+    """Each run of ours that has something alive on this host; or that one, whatever is with the others.
+
+    Raises:
+        OSError: of one it is not known what is alive.
+    """
     found = []
     there: Optional[Dict[int, Process]] = None
-    pattern = os.path.join(glob.escape(os.path.expanduser(workdir)), "runs", "*", "*", "agent.json")
+    which = "*" if run_id is None else glob.escape(run_id)
+    pattern = os.path.join(glob.escape(os.path.expanduser(workdir)), "runs", which, "*", "agent.json")
     for path in sorted(glob.glob(pattern)):
         node_dir = os.path.dirname(path)
-        record = _record_of(path)
+        record = files.load(path)
+        if not isinstance(record, dict):
+            continue  # torn, as a full disk leaves it; `removal` does not go by that
         if record.get("boot_id") != processes.boot_id():
             continue  # another host's, where the folder is shared; or of before the last boot, which ended it
         if there is None:
@@ -66,13 +73,6 @@ def runs(workdir: str) -> List[Remains]:
         if run["agent"] or run["processes"] or run["shm"]:
             found.append(run)
     return found
-
-
-def _record_of(path: str) -> Dict[str, Any]:
-    try:
-        return json.loads(files.read_text(path)) or {}
-    except ValueError:
-        return {}
 
 
 def _running() -> Dict[int, Process]:

@@ -21,7 +21,8 @@ from importlib.machinery import PathFinder
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from nodekit.deploy.host import broken, files, processes
-from nodekit.deploy.host.probes import gpus, hostfacts, kernel, leftovers
+from nodekit.deploy.host.probes import hostfacts, kernel, leftovers
+from nodekit.deploy.host.probes.gpu import gpus
 
 _OTHERS_TIMEOUT_S = 2.0
 _TRIAL_BYTES = 64 * 1024  # written to the working folder, and removed again

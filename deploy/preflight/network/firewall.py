@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nodekit.deploy.host.probes.netstate import Firewall
+from nodekit.deploy.host.probes.network.netstate import Firewall
 
 _TABLE = re.compile(r"table (\S+) (\S+) \{")
 _CHAIN = re.compile(r"chain (\S+) \{")

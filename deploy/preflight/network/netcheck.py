@@ -8,9 +8,9 @@ from secrets import token_hex
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import HostChannel, on_all
-from nodekit.deploy.host.probes.netprobe import Here
-from nodekit.deploy.host.probes.netstate import OwnName
-from nodekit.deploy.host.probes.nics import Nic
+from nodekit.deploy.host.probes.network.netprobe import Here
+from nodekit.deploy.host.probes.network.netstate import OwnName
+from nodekit.deploy.host.probes.network.nics import Nic
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
@@ -67,12 +67,11 @@ def network_findings(
         ill = {name for key, pair in pairs.items() if pair.failed for name in key}
         firewalls = netpairs.ask_firewalls(channels, ill, left_s=left_s)
     silent = {**silent_later, **silent}
-    found: list[Finding] = []
+    found = [nethost.no_answer(name, why) for name, why in silent.items()]
     for host in hosts:
-        name = host.name
-        if name in silent:
-            found.append(nethost.no_answer(name, silent[name]))
-        elif name in problems:
+        if (name := host.name) in silent:
+            continue
+        if name in problems:
             found.append(nethost.unchosen(host, problems[name], here[name]["nics"], inventory))
         elif name in unlinked:
             found.append(nethost.no_carrier(name, unlinked[name]))

@@ -12,7 +12,7 @@ from typing import Any
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import BOOT, HostChannel, on_all, source
-from nodekit.deploy.host.probes.netstate import Firewall
+from nodekit.deploy.host.probes.network.netstate import Firewall
 from nodekit.deploy.plan import check, plan
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding
@@ -235,8 +235,7 @@ def _run(
     """Start the job on all hosts and follow it until it ends, fails, or exceeds the limit."""
     left_s = netpairs.deadline(limit_s)
     first = hosts[0].name
-    numbers = [num_ranks[host.name] for host in hosts]
-    ranks = {host.name: sum(numbers[:place]) for place, host in enumerate(hosts)}
+    ranks = {host.name: sum(num_ranks[each.name] for each in hosts[:at]) for at, host in enumerate(hosts)}
     progress = {
         host.name: Progress(python=facts[host.name].executable, num_ranks=num_ranks[host.name])
         for host in hosts
@@ -248,6 +247,7 @@ def _run(
         own, seen = progress[channel.host], 0
         grace_s: Callable[[], float] | None = None
         patience_s: Callable[[], float] | None = None
+        place = {"rank": ranks[channel.host], "num_local_ranks": num_ranks[channel.host]}
         try:
             channel.call(
                 "netjob.start_job",
@@ -255,11 +255,7 @@ def _run(
                 session=session,
                 argv=[facts[channel.host].executable, "-c", BOOT],
                 program=program,
-                settings={
-                    **settings,
-                    "rank": ranks[channel.host],
-                    "num_local_ranks": num_ranks[channel.host],
-                },
+                settings={**settings, **place},
                 env=environments[channel.host],
             )
             while own.status is None and left_s() and not (grace_s and not grace_s()):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import ipaddress
-import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
-from nodekit.deploy.host.probes.netprobe import Here
-from nodekit.deploy.host.probes.netstate import NeighbourTable, OwnName, RdmaPort
-from nodekit.deploy.host.probes.nics import Nic
+from nodekit.deploy.host.probes.network.netprobe import Here
+from nodekit.deploy.host.probes.network.netstate import NeighbourTable, OwnName, RdmaPort
+from nodekit.deploy.host.probes.network.nics import Nic
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.preflight.network.outcomes import End
 from nodekit.inventory.errors import HostError
@@ -215,7 +214,10 @@ def fine(end: End, nic: Nic | None) -> Finding:
 
 
 def name_findings(host: str, address: str, answer: OwnName) -> list[Finding]:
-    """Return problems with a host's own name; pure."""
+    """Return problems with a host's own name; pure.
+
+    That it resolves to 127.0.1.1, as on Debian, is none: gloo would listen there, but kit tells it an interface.
+    """
     name, addresses = answer["name"], answer["addresses"]
     if addresses is None:
         return [
@@ -226,23 +228,7 @@ def name_findings(host: str, address: str, answer: OwnName) -> list[Finding]:
                 f"on {host}: sudo sed -i {shlex.quote(f'1i {address} {name}')} /etc/hosts",
             )
         ]
-    if not addresses or not ipaddress.ip_address(addresses[0].partition("%")[0]).is_loopback:
-        return []
-    if ipaddress.ip_address(address).is_loopback:
-        return []
-    if addresses[0].startswith("127.0.1."):  # Debian's default entry
-        edit = f"s/^{re.escape(addresses[0])}\\b/{address}/"
-    else:
-        edit = f"/^(127\\.|::1)/s/\\s+{re.escape(name)}(\\s|$)/\\1/g; 1i {address} {name}"
-    return [
-        _warning(
-            host,
-            f"its own name {name} resolves to {addresses[0]}, where no other host finds it: gloo listens there "
-            "when it is not told an interface (kit tells it one)",
-            f"{name} → {address}",
-            f"on {host}: sudo sed -Ei {shlex.quote(edit)} /etc/hosts",
-        )
-    ]
+    return []
 
 
 def peer_name_findings(host: str, answer: OwnName) -> list[Finding]:

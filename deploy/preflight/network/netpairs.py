@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from nodekit.deploy.connect.channel import HostChannel, on_all
-from nodekit.deploy.host.probes.netprobe import OPEN_AT_ONCE, SMALL_BYTES, Peer, Tried
-from nodekit.deploy.host.probes.netstate import Firewall
+from nodekit.deploy.host.probes.network.netprobe import OPEN_AT_ONCE, SMALL_BYTES, Peer, Tried
+from nodekit.deploy.host.probes.network.netstate import Firewall
 from nodekit.deploy.preflight.network.outcomes import (
     End,
     Group,

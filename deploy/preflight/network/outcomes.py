@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.host.probes.netprobe import SMALL_BYTES
-from nodekit.deploy.host.probes.netstate import Firewall
+from nodekit.deploy.host.probes.network.netprobe import SMALL_BYTES
+from nodekit.deploy.host.probes.network.netstate import Firewall
 from nodekit.deploy.plan.findings import Finding, Level
 from nodekit.deploy.preflight.network import firewall
 

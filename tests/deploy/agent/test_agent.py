@@ -41,6 +41,14 @@ def without_gloos(log: str) -> list[str]:
     return [line for line in log.splitlines() if not line.startswith("[Gloo] Rank ")]
 
 
+def test_a_node_that_waits_in_vain_ends_itself_and_not_the_job(agents: Agents) -> None:
+    """The others may train without it: that it found nobody is no verdict on them."""
+    agents.start("", num_nodes=1, min_nodes=2, max_nodes=2, wait_s=1.0)
+    status = agents.wait("n0", "gone")
+    assert (status["state"], status["message"]) == ("ended", "waited 1 s for 2 nodes")
+    assert status["cause"] == "too-few-nodes"
+
+
 def test_two_nodes_run_a_torchrun_script_to_its_end(agents: Agents) -> None:
     agents.start(
         ALL_REDUCE + "print({name: os.environ[name] for name in "
@@ -414,7 +422,8 @@ def test_an_agent_outlives_that_strangers_have_all_its_descriptors(agents: Agent
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for name in ("n0", "n1"):
         agents.wait(name, "running")
-    assert until(lambda: agents.log(0)) == f"{soft}\n", "a rank has the limit that it always had"
+    until(lambda: list(agents.folder.glob("n*/logs/rank0-*")) and agents.log(0))
+    assert agents.log(0) == f"{soft}\n", "a rank has the limit that it always had"
     pid = json.loads((agents.node_dir("n0") / "agent.json").read_text())["pid"]
     assert resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] == min(hard, descriptors.MOST)
     folder = Path(f"/proc/{pid}/fd")
@@ -662,3 +671,21 @@ def test_a_worker_that_does_not_end_when_the_others_have_is_a_hang(agents: Agent
     events = (agents.node_dir("n1") / "events.jsonl").read_text()
     assert '"lingering"' in events
     assert "time.sleep" in events or "job.py" in events, "with the stack, to see why"
+
+
+def test_hangs_without_a_step_are_not_restarted_for_ever(agents: Agents) -> None:
+    script = "import time\nif dist.get_rank() == 1:\n    time.sleep(600)\n"
+    agents.start(ALL_REDUCE + script + "dist.all_reduce(total)\n" + END, hang=2.0, max_restarts=1)
+    for name in ("n0", "n1"):
+        status = agents.wait(name, "failed")
+        assert (status["attempt"], status["message"]) == ("0.1", "2 hangs without progress")
+        assert status["no_progress"]
+
+
+def test_what_rank_0_prints_of_its_training_counts_for_a_rank_of_another_node(agents: Agents) -> None:
+    script = "import time\nfor epoch in range(3):\n    if dist.get_rank() == 0:\n"
+    script += "        print('epoch', epoch, flush=True)\n    time.sleep(1.6)\n    dist.all_reduce(total)\n"
+    script += "if dist.get_rank() == 1:\n    raise ValueError('boom')\ndist.all_reduce(total)\n"
+    agents.start(ALL_REDUCE + script + END, max_restarts=2)
+    assert agents.wait("n1", "failed")["message"] == "3 crashes without progress"
+    assert agents.wait("n0", "failed")["attempt"] == "0.2"

@@ -12,8 +12,8 @@ from fake_nvml import FakeNvml
 
 from nodekit.deploy.agent.telemetry import gpu_health
 from nodekit.deploy.agent.telemetry.gpu_health import GpuHealth
-from nodekit.deploy.host.probes import gpu_watch
-from nodekit.deploy.host.probes.gpu_watch import KernelLog, Lost, Nvml
+from nodekit.deploy.host.probes.gpu import gpu_watch
+from nodekit.deploy.host.probes.gpu.gpu_watch import KernelLog, Lost, Nvml
 from nodekit.deploy.host.schema import WorkerFailure
 
 Health = Callable[..., GpuHealth]

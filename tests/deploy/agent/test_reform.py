@@ -263,9 +263,10 @@ def test_a_rank_that_gloo_leaves_waiting_ends_with_its_step_saved(
     assert run.end() == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
     assert f"{LEFT_WAITING}: saving step 23 alone" in agents.log(0)
     assert run.result("n0")["resumed_at_step"] == 23
-    (failed,) = run.events("n0", "worker-failed")
-    assert failed["exitcode"] == 1
-    assert is_secondary(failed["error"], 1), "its script is not charged for it"
+    # On a busy machine its agent may have ended the attempt before it ends by itself: there is no failure then.
+    for failed in run.events("n0", "worker-failed"):
+        assert failed["exitcode"] == 1
+        assert is_secondary(failed["error"], 1), "its script is not charged for it"
 
 
 @pytest.mark.parametrize("first", ["agents", "ranks"])
@@ -424,6 +425,8 @@ def test_horovod_does_not_wait_for_a_silent_node(
     assert run.end() == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
     for name in run.names:
         assert [each["pid"] for each in run.events(name, "workers-started")[-1]["workers"]] == before[name]
+    assert (run.output("n1") / "result.json").exists(), "n2 is node 1 now"
+    assert not (run.output("n2") / "result.json").exists()
 
 
 @pytest.mark.parametrize("engine", ["ddp", "accelerate", "fabric", "trainer", "horovod"])
@@ -445,7 +448,10 @@ def test_a_node_is_lost_and_another_comes_in(
         assert {each["pid"] for event in started for each in event["workers"]} == {*before[name]}
     assert "what rank 0 has kept in memory" in run.result("n2")["resumed_from"]
     (new,) = run.events("n2", "workers-started")[-1]["workers"]
-    (interrupted,) = [each for each in run.events("n0", "membership") if not each["lost"]]
+    # Whoever of the two sees it first has its rank leave the group; the other may hear of that alone.
+    interrupted = [
+        e["time"] for name in ("n0", "n1") for e in run.events(name, "membership") if not e["lost"]
+    ]
     read = (agents.folder / f"code/read-by-{new['pid']}").stat().st_mtime
-    assert read < interrupted["time"], "who comes in has read its data before"
+    assert read < min(interrupted), "who comes in has read its data before"
     assert run.events("n2", "workers-started")[-1]["stayed"] == []

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 
 from nodekit.deploy.agent.agent_wire import Wire
-from nodekit.deploy.agent.rendezvous import rendezvous
+from nodekit.deploy.agent.rendezvous import rendezvous, state
 from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer
 from nodekit.deploy.agent.rendezvous.rendezvous import Rendezvous, StoreLost
@@ -141,6 +141,67 @@ def test_a_node_that_is_gone_is_a_reason_to_form_anew_at_once(connect: Any) -> N
     assert upstream.DynamicRendezvousHandler.num_nodes_waiting(stays._handler) == 0
     (alone,) = form_all([stays])
     assert [member["name"] for member in alone.members] == ["n0"]
+
+
+def test_a_node_that_is_frozen_while_its_kernel_still_answers_keeps_nobody_waiting(
+    connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by SIGSTOP, docker pause or scontrol suspend: its keepalive goes on."""
+    for module in (rendezvous, state):
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.5)
+    nodes = [connect(rank, nodes=3, min_nodes=2) for rank in range(3)]
+    form_all(nodes)
+    nodes[2]._handler._stop_heartbeats()
+    assert not nodes[0].num_lost
+    formed = form_all(nodes[:2])
+    assert [[member["name"] for member in each.members] for each in formed] == [["n0", "n1"]] * 2
+
+
+def test_who_has_not_looked_for_a_while_takes_nobody_for_silent(
+    connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped itself, say."""
+    now = time.monotonic()
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now)
+    alone = connect(0, nodes=2, min_nodes=1)._state
+    told = {"n0": datetime(2026, 1, 1), "n1": datetime(2026, 1, 1)}
+    assert alone._silent(told) == set()
+    now += 3600
+    assert alone._silent(told) == set()
+    for _ in range(3):
+        now += 4.9
+        told["n0"] += timedelta(seconds=-1)  # whatever its clock does
+        found = alone._silent(told)
+    assert found == {"n1"}
+
+
+@pytest.mark.parametrize("ahead_s", [3600, -3600])
+def test_a_node_whose_clock_is_wrong_takes_no_other_for_lost_and_is_not(
+    connect: Any, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    wrong = threading.local()
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + timedelta(seconds=getattr(wrong, "ahead_s", 0))
+
+    monkeypatch.setattr(upstream, "datetime", Clock)
+    monkeypatch.setattr(state, "datetime", Clock)
+    monkeypatch.setattr(rendezvous, "FIRST_CALL_S", 1.0)
+    nodes = [connect(rank, nodes=3, min_nodes=2) for rank in range(3)]
+    form_all(nodes[:2])
+
+    def form(node: Rendezvous) -> Formed:
+        if node is nodes[2]:
+            wrong.ahead_s = ahead_s
+        while node is not nodes[2] and not node.num_nodes_waiting():
+            time.sleep(0.01)
+        return node.form({"name": node._spec.name, "nproc": 1})
+
+    with ThreadPoolExecutor(3) as pool:
+        formed = list(pool.map(form, nodes))
+    assert [(each.group_rank, len(each.members)) for each in formed] == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_who_are_all_there_do_not_wait_for_a_last_call(connect: Any) -> None:

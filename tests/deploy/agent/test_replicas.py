@@ -27,7 +27,7 @@ from nodekit.deploy.agent.replicas.replica_files import Listing, UserFiles, Vers
 from nodekit.deploy.agent.replicas.replica_gather import Gathered, agree
 from nodekit.deploy.agent.replicas.replicas import Replicas, replica_holders
 from nodekit.deploy.host import ports
-from nodekit.training.snapshots import commit
+from nodekit.training.snapshots.files import commit
 
 TOKEN = "the run's token"
 

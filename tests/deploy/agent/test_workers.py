@@ -674,14 +674,11 @@ def test_a_worker_may_be_read_by_its_agent_and_what_that_starts(monkeypatch: pyt
     asked: list[tuple[int, int]] = []
 
     class Libc:
-        def __init__(self, name: None) -> None:
-            pass
-
         def prctl(self, option: int, value: ctypes.c_ulong, *rest: int) -> int:
             assert (option, rest) == (0x59616D61, (0, 0, 0)), "PR_SET_PTRACER, and zeros"
             asked.append((option, value.value))
             return -1
 
-    monkeypatch.setattr(worker.ctypes, "CDLL", Libc)
+    monkeypatch.setattr(worker, "_libc", Libc())
     worker.be_read_by(4711)
     assert asked == [(0x59616D61, 4711)]

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,8 +23,9 @@ import yaml
 from test_curves import Node, evaluation, values
 
 from nodekit.deploy.board import board_serve
-from nodekit.deploy.board.board_sync import Held, Mirror, choose, held
+from nodekit.deploy.board.board_sync import Held, Mirror, choose, held, own_name
 from nodekit.deploy.connect import ssh
+from nodekit.deploy.connect.channel import RemoteError
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.tunnel import Tunnel
 from nodekit.deploy.records.runs import Run
@@ -107,6 +109,7 @@ def below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side_and_one_curve_where_rank_0_has_moved(tmp_path: Path, own_home: Path) -> None:
     going = a_run(tmp_path, {"gpu1": LOCAL, "gpu2": LOCAL})
     first = [values(step, 1.0) for step in range(1, 9)]
@@ -210,6 +213,72 @@ def test_what_a_host_lists_stays_below_the_copy() -> None:
     there = held(listed, clock_offset=10.0)
     assert there == Held({name: 7}, (3, 1), 40.0)
     assert held(listed[:2], clock_offset=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("tensorboard/a/tfevents", "a/0002.tfevents"),
+        ("tensorboard//tmp/tfevents", "tmp/0002.tfevents"),
+        ("tensorboard/tfevents", "0002.tfevents"),
+        ("other/tfevents", "other/0002.tfevents"),
+        ("tensorboard", "0002.tensorboard"),
+    ],
+)
+def test_no_name_that_a_host_lists_leads_out_of_the_copy(path: str, expected: str) -> None:
+    assert own_name(path, 2) == expected
+
+
+def test_a_channel_that_nodes_share_is_opened_anew_for_all_of_them_once_it_is_lost(
+    tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that answers is kept, whatever it says."""
+
+    class Channel:
+        is_lost = False
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    mirror = Mirror(a_run(tmp_path, {"gpu1": LOCAL}), SshOptions())
+    channel: Any = Channel()
+    mirror.channels = {"login": channel, "gpu1": channel}
+    mirror._lose("gpu1", HostError("gpu1", "PermissionError"))
+    assert (set(mirror.channels), channel.closed) == ({"login", "gpu1"}, 0)
+    channel.is_lost = True
+    mirror._lose("gpu1", HostError("gpu1", "the connection is gone"))
+    assert (mirror.channels, channel.closed) == ({}, 1)
+    mirror.channels = {"gpu1": channel}
+    opened: list[str] = []
+    monkeypatch.setattr(
+        "nodekit.deploy.connect.cluster.open_channel", lambda host, _: opened.append(host.name)
+    )
+    mirror._closed_at.clear()
+    mirror._open({"gpu1": SimpleNamespace(name="gpu1")})  # type: ignore[dict-item]  # nobody opens it
+    assert opened == ["gpu1"], "one that was lost elsewhere is no channel"
+
+
+def test_a_login_node_that_failed_to_answer_once_is_no_problem_for_ever(
+    tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = [RemoteError("login", {"type": "OSError", "message": "stale", "traceback": ""})]
+    run = a_run(tmp_path, {"gpu1": LOCAL}, state="succeeded")
+
+    def record(*_: Any) -> Run:
+        if answers:
+            raise answers.pop()
+        return run
+
+    channel: Any = SimpleNamespace(is_lost=False, call=lambda *_, **__: [], close=lambda: None)
+    backend = SimpleNamespace(hosts=lambda _: {"login": None}, record=record, nodes_at=lambda *_: ["gpu1"])
+    monkeypatch.setattr("nodekit.deploy.board.board_sync.backend_of", lambda _: backend)
+    mirror = Mirror(run, SshOptions())
+    mirror.channels = {"login": channel}
+    mirror.sync()
+    assert (mirror.problems, mirror.is_over) == ({"login": "login: stale"}, False)
+    mirror.sync()
+    assert (mirror.problems, mirror.is_over) == ({}, True)
 
 
 @pytest.fixture

@@ -11,16 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from nodekit.deploy.commands import arguments, cli, status, up
+from nodekit.deploy.commands import arguments, cli
+from nodekit.deploy.commands.look_at_a_run import status
+from nodekit.deploy.commands.run_a_job import up
 from nodekit.deploy.connect.channel import RemoteError, open_local
+from nodekit.deploy.output.interrupts import NothingLeft
+from nodekit.inventory.errors import HostError, KitErrors
 
 HEAVY = ("torch", "pydantic", "rich", "paramiko", "fabric", "yaml", "ClusterShell", "submitit", "jinja2")
 
 
 def test_each_file_is_a_command_and_listed_once() -> None:
-    files = {path.stem for path in Path(arguments.__file__).parent.glob("*.py")}
-    listed = [*cli.NAMES, *cli.HIDDEN]
-    assert sorted(listed) == sorted(files - {"__init__", "arguments", "cli", "command"})
+    here = Path(arguments.__file__).parent
+    files = {f"{path.parent.name}/{path.stem}" for path in here.glob("*/*.py") if path.stem != "__init__"}
+    groups = [*cli.GROUPS.items(), *((group, (name,)) for name, group in cli.HIDDEN.items())]
+    assert sorted(f"{group.replace(' ', '_')}/{name}" for group, names in groups for name in names) == sorted(
+        files
+    )
+    assert {path.stem for path in here.glob("*.py")} == {"__init__", "arguments", "cli", "command"}
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
@@ -70,8 +78,10 @@ except SystemExit:
     loaded = ast.literal_eval(done.stdout.rpartition("loaded ")[2])
     assert not set(HEAVY).intersection(loaded)
     if others is not None:
-        own = {"arguments", "cli", "command", argv[0], *others}
-        assert {name.split(".")[3] for name in loaded if name.startswith("nodekit.deploy.commands.")} == own
+        (group,) = (title.replace(" ", "_") for title, names in cli.GROUPS.items() if argv[0] in names)
+        own = {"arguments", "cli", "command", group, *(f"{group}.{name}" for name in (argv[0], *others))}
+        here = "nodekit.deploy.commands."
+        assert {name.removeprefix(here) for name in loaded if name.startswith(here)} == own
 
 
 def test_debug_prints_on_stderr_what_kit_logs_and_only_while_it_is_asked_for(
@@ -96,6 +106,35 @@ def test_debug_prints_on_stderr_what_kit_logs_and_only_while_it_is_asked_for(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("interrupt", "said"),
+    [(KeyboardInterrupt, "interrupted"), (NothingLeft, "stopped; nothing is left running")],
+)
+def test_after_a_ctrl_c_nothing_is_said_to_have_ended_that_may_go_on(
+    interrupt: type[KeyboardInterrupt],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(_: argparse.Namespace) -> int:
+        raise interrupt
+
+    monkeypatch.setattr(status, "run", run)
+    assert cli.main(["status"]) == 130
+    assert capsys.readouterr().err == f"kit: {said}\n"
+
+
+def test_of_errors_on_several_hosts_each_stands_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: argparse.Namespace) -> int:
+        raise KitErrors([HostError("gpu1", "no route"), HostError("gpu2", "refused", cure="start sshd")])
+
+    monkeypatch.setattr(status, "run", run)
+    assert cli.main(["status"]) == 1
+    assert capsys.readouterr().err == "kit: gpu1: no route\nkit: gpu2: refused; start sshd\n"
+
+
 def test_what_follows_the_dashes_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
@@ -109,6 +148,52 @@ def test_what_follows_the_dashes_is_the_users(monkeypatch: pytest.MonkeyPatch) -
     assert cli.main(["--debug", "up", "--", *own]) == 0
     assert cli.main(["up", "lab.yaml", "--debug"]) == 0
     assert found == [("lab.yaml", own, False), ("local", own, True), ("lab.yaml", [], True)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("chek lab.yaml", "kit: there is no command 'chek'; did you mean kit check?"),
+        ("fly", "kit: there is no command 'fly'; kit --help lists them"),
+        ("up lab.yaml train.py --epochs 3", "comes after `--`: kit up lab.yaml -- train.py --epochs 3"),
+        ("up lab.yaml -q python train.py -x", "comes after `--`: kit up lab.yaml -q -- python train.py -x"),
+        ("up train.py --epochs 3", "your command comes after `--`: kit up local -- train.py --epochs 3"),
+        ("up train.py", "train.py: found a Python script, wanted an inventory file; your command comes after `--`: "
+         "kit up local -- train.py (local: two nodes on this machine)"),
+        ("check lab.yaml train.py", "your command comes after `--`: kit check lab.yaml -- train.py"),
+        ("clean train.py", "train.py: found a Python script, wanted an inventory file\n"),
+        ("up lab.yaml --detahc", "kit up: error: unrecognized arguments: --detahc\n"),
+        ("shell lab.yaml hostname", "lab.yaml has no hostname; it has gpu1; a command comes after `--`, as in "
+         "kit shell lab.yaml -- hostname"),
+        # What would be ignored.
+        ("up local --json -- train.py", "found --json without --dry-run, wanted both; kit status --json tells"),
+        ("up local --metrics-address 0.0.0.0", "found --metrics-address without --metrics-port, wanted both"),
+        ("logs -f --fetch", "found --fetch and -f, wanted one of them"),
+        ("logs --fetch --rank 0 --grep x", "found --fetch and --rank, --grep, wanted one of them"),
+        ("logs -o here", "found -o without --fetch, wanted both"),
+        ("report --json -o x.html", "found --json and --output, wanted one of them"),
+        ("rm lab --records-only --keep-snapshots", "found --records-only and --keep-snapshots, wanted one of them"),
+        ("runs --html x.html", "found --html without --compare"),
+        ("runs lab.yaml --last 2 --compare a b", "found --compare and NAME, --last, wanted one of them"),
+        ("drill lab.yaml --list --json", "found --list and --json, wanted one of them"),
+        ("shell lab.yaml gpu1 --hosts gpu1 -- true", "found HOSTS and --hosts, wanted one of them"),
+        ("shell lab.yaml gpu1 --timeout 3", "found --timeout without a command, wanted both"),
+        ("export lab.yaml --port 29500", "found --to sbatch and --port, wanted one of them"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_told_with_what_is_right(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "lab.yaml").write_text("hosts: {gpu1: }\n")
+    (tmp_path / "train.py").write_text("import torch\n")
+    try:
+        status = cli.main(words.split())
+    except SystemExit as error:
+        status = int(str(error.code))
+    assert said in capsys.readouterr().err
+    assert status == (1 if "has no hostname" in said else 2)
 
 
 def test_a_look_at_a_run_loads_nothing_of_a_start() -> None:

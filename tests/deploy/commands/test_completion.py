@@ -16,7 +16,8 @@ import argcomplete
 import pytest
 from agents import until
 
-from nodekit.deploy.commands import cli, completion
+from nodekit.deploy.commands import cli
+from nodekit.deploy.commands.prepare import completion
 from nodekit.deploy.records.runs import Run
 
 HEAVY = ("torch", "pydantic", "rich", "paramiko", "fabric", "yaml", "ClusterShell")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import getpass
 import os
 import shutil
@@ -18,7 +20,7 @@ from free_ports import free_port
 from lab_hosts import BUSY_S
 from sshd import Sshd, keygen, learn
 
-from nodekit.deploy.connect import hostkeys, ssh, sshconfig
+from nodekit.deploy.connect import hostkeys, ssh, sshclient, sshconfig
 from nodekit.deploy.connect.channel import on_all
 from nodekit.inventory.errors import HostError
 
@@ -141,11 +143,19 @@ def test_unknown_host_key_is_refused_with_the_command_to_accept_it(start_sshd: S
     assert "--accept-new-host-keys" in said
 
 
-def test_command_of_the_refusal_works(start_sshd: Start, target: Make) -> None:
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_command_of_the_refusal_works(
+    start_sshd: Start, target: Make, own_home: Path, has_folder: bool
+) -> None:
     server = start_sshd(known=False)
-    command = problem(target(server)).split("accept it with `")[1].split("`")[0]
+    shutil.rmtree(own_home / ".ssh", ignore_errors=True)
+    own = keygen(own_home / "elsewhere/key")
+    (server.folder / "authorized_keys").write_text(own.with_suffix(".pub").read_text())
+    if has_folder:
+        (own_home / ".ssh").mkdir(mode=0o700)
+    command = problem(target(server, identity_file=str(own))).split("accept it with `")[1].split("`")[0]
     subprocess.run(["sh", "-c", command], check=True, capture_output=True)
-    ssh.connect(target(server)).close()
+    ssh.connect(target(server, identity_file=str(own))).close()
 
 
 def test_accepting_a_new_host_key_says_so_and_lasts(start_sshd: Start, target: Make, own_home: Path) -> None:
@@ -455,15 +465,90 @@ def test_port_that_never_greets_is_bounded(target: Make, start_sshd: Start, sile
 def test_port_that_takes_no_connection_is_bounded(
     target: Make, start_sshd: Start, silent: socket.socket
 ) -> None:
-    port = silent.getsockname()[1]
-    waiting = []
-    for _ in range(4):  # a full backlog drops what comes
-        waiting.append(socket.socket())
-        waiting[-1].setblocking(False)
-        waiting[-1].connect_ex(("127.0.0.1", port))
-    assert "did not connect within 0.7 s" in problem(target(start_sshd(), port=port), timeout_s=0.7)
-    for sock in waiting:
-        sock.close()
+    with taking_no_more(silent):
+        where = target(start_sshd(), port=silent.getsockname()[1])
+        assert "did not connect within 0.7 s" in problem(where, timeout_s=0.7)
+
+
+@contextlib.contextmanager
+def taking_no_more(server: socket.socket) -> Iterator[None]:
+    """A full backlog drops what comes."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(server.getsockname())
+        yield
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)], ids=["the first answers", "the second answers"])
+def test_a_name_with_an_address_that_does_not_answer_is_reached_at_its_other(
+    target: Make, start_sshd: Start, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int]
+) -> None:
+    sshd = start_sshd()
+    ask = socket.getaddrinfo
+
+    def answer(host: str, port: int, **kwargs: Any) -> list[Any]:
+        return [found for last in order for found in ask(f"127.0.0.{last}", port, **kwargs)]
+
+    with socket.create_server(("127.0.0.2", sshd.port), backlog=1) as silent, taking_no_more(silent):
+        monkeypatch.setattr(socket, "getaddrinfo", answer)
+        opened = ssh.connect(target(sshd), timeout_s=1 + BUSY_S)
+    assert run(opened, "echo", "there") == b"there\n"
+    opened.close()
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)], ids=["silent, refused", "refused, silent"])
+def test_what_is_said_of_a_name_is_that_one_of_its_addresses_does_not_answer_and_that_the_other_refuses(
+    target: Make,
+    start_sshd: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    silent: socket.socket,
+    order: tuple[int, int],
+) -> None:
+    port, ask = silent.getsockname()[1], socket.getaddrinfo
+
+    def answer(host: str, port: int, **kwargs: Any) -> list[Any]:
+        return [found for last in order for found in ask(f"127.0.0.{last}", port, **kwargs)]
+
+    where = target(start_sshd(), port=port)
+    with taking_no_more(silent):
+        monkeypatch.setattr(socket, "getaddrinfo", answer)  # at 127.0.0.2 nobody listens
+        assert problem(where, timeout_s=0.7) == (
+            f"127.0.0.1:{port} cannot be reached (Connection refused at 127.0.0.2; no answer at 127.0.0.1); "
+            "is sshd running at 127.0.0.2, and on that port? is 127.0.0.1 overloaded, or a firewall in between?"
+        )
+
+
+REFUSES = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+NO_ROUTE = OSError(errno.ENETUNREACH, "Network is unreachable")
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ([TimeoutError("timed out"), NO_ROUTE], "did not connect within 10 s; is it overloaded"),
+        ([REFUSES, NO_ROUTE], "cannot be reached (Connection refused at 127.0.0.1; Network is unreachable at 127.0.0.2)"
+         "; is sshd running at 127.0.0.1, and on that port?"),
+        ([REFUSES, REFUSES], "cannot be reached (Connection refused); is sshd running there, and on that port?"),
+        ([NO_ROUTE], "cannot be reached (Network is unreachable); is the host up, and its address right?"),
+    ],
+)  # fmt: skip
+def test_of_a_name_that_is_not_reached_each_address_is_said_that_has_more_to_say(
+    target: Make, start_sshd: Start, monkeypatch: pytest.MonkeyPatch, errors: list[OSError], said: str
+) -> None:
+    def refuse(found: Any, _: float) -> socket.socket:
+        raise errors[int(found[4][0][-1]) - 1]
+
+    ask, where = socket.getaddrinfo, target(start_sshd())
+    found = [
+        each
+        for last in range(len(errors))
+        for each in ask(f"127.0.0.{last + 1}", 22, type=socket.SOCK_STREAM)
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(sshclient, "_connected", refuse)
+    assert f":{where.port} {said}" in problem(where)
 
 
 def test_port_of_something_else(target: Make, start_sshd: Start, silent: socket.socket) -> None:

@@ -1,6 +1,7 @@
 """`environment:`: a venv on each node, made once, from a file of the user's; packages are tiny wheels made here."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from packages import PASSWORD, USER, Index, make_wheel
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.environment import environment, requirements, wheels
+from nodekit.deploy.host.code import venvs
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Environment, Inventory
@@ -197,6 +200,7 @@ def test_what_is_fetched_here_is_what_the_nodes_python_needs(tmp_path: Path) -> 
 # --- nodes that are folders of this machine -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nodes_that_share_a_folder_make_one_venv_also_when_two_kits_start_at_once(
     tmp_path: Path, index: Index
 ) -> None:
@@ -224,6 +228,23 @@ def test_nodes_that_share_a_folder_make_one_venv_also_when_two_kits_start_at_onc
     (tmp_path / "r.txt").write_text("tinypkg\n")
     assert entered(inventory).built == ("a",), "its interpreter has gone"
     assert output(str(python), "-c", "import tinypkg; print(tinypkg.__version__)") == "1.2"
+
+
+def test_a_host_that_serves_the_folder_to_the_others_builds_no_second_one(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its own disk the folder's name has the machine's, too."""
+    look = environment._look
+
+    def as_a_file_server(channel: Any, host: Any, asked: Any) -> environment.Seat:
+        seat = look(channel, host, asked)
+        return replace(seat, workdir_id="x" + ("@boot:1:2" if host.name == "a" else ""))
+
+    monkeypatch.setattr(environment, "_look", as_a_file_server)
+    (tmp_path / "r.txt").write_text("tinypkg\n")
+    assert entered(local(tmp_path, "abc", shared="abc", requirements="r.txt", index_url=index.url)).built == (
+        "a",
+    )
 
 
 def test_a_pyproject_becomes_a_venv_without_the_project(tmp_path: Path, index: Index) -> None:
@@ -270,6 +291,7 @@ def test_what_cannot_be_installed_is_told_with_the_last_lines_and_no_password(
     assert not list(tmp_path.rglob("*.part*"))
 
 
+@pytest.mark.slow
 def test_a_build_that_takes_too_long_is_ended_and_told(tmp_path: Path, index: Index) -> None:
     (tmp_path / "r.txt").write_text("tinypkg\n")
     index.go.clear()
@@ -309,6 +331,7 @@ def project(tmp_path: Path) -> Iterator[Kit]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+@pytest.mark.slow
 def test_a_build_that_is_cut_short_leaves_nothing_running_and_nothing_that_looks_whole(
     project: Kit, index: Index, number: signal.Signals
 ) -> None:
@@ -386,7 +409,7 @@ def test_hosts_without_internet_get_wheels_from_here_and_one_that_fails_is_named
         in failed.stderr
     )
     assert "No space left on device" in failed.stderr
-    assert failed.stderr.endswith("\nnode1, node3 made it, and will not have to again\n")
+    assert failed.stderr.endswith("\nkit: node1, node3 made it, and will not have to again\n")
     assert not kit.leftovers()
     mended = kit.run("up", "lab.yaml", "--", "job.py", env=credentials)
     assert mended.returncode == 0, mended.stdout + mended.stderr
@@ -397,7 +420,27 @@ def test_hosts_without_internet_get_wheels_from_here_and_one_that_fails_is_named
     assert PASSWORD not in failed.stdout + failed.stderr + mended.stdout + mended.stderr
     for host in ("node1", "node2", "node3"):
         assert "tinypkg-1.2" in kit.on_host(host, "sh", "-c", "cat /root/nodekit/envs/*.log")
-        left = kit.lab.run(host, ["grep", "-rlF", PASSWORD, "/root"], capture_output=True, text=True)  # type: ignore[union-attr]
+        left = kit.lab.run(
+            host, ["grep", "-rlF", "--exclude-dir=.pyenv", PASSWORD, "/root"], capture_output=True, text=True
+        )  # type: ignore[union-attr]
         assert left.stdout == ""
     state = Path(os.environ["HOME"])
     assert subprocess.run(["grep", "-rlF", PASSWORD, state], capture_output=True, text=True).stdout == ""
+
+
+def test_a_file_system_without_locks_is_told_and_nothing_is_built_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kits would write into one draft."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / "envs").mkdir()
+    monkeypatch.setattr(venvs.fcntl, "flock", refuse)
+    (tmp_path / "envs/k.wheels").mkdir()
+    (tmp_path / "envs/k.wheels.tree.json").write_text("{}")
+    found = venvs.build(str(tmp_path), "k", "torch\n", wheels=f"{tmp_path}/envs/k.wheels")
+    assert not found["built"]
+    assert found["problem"].startswith(f"{tmp_path}/envs cannot be locked (No locks available)")
+    assert [each.name for each in (tmp_path / "envs").iterdir()] == ["k.lock"]

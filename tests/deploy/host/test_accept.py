@@ -20,7 +20,7 @@ from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer
 from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.host import accept, ports
 from nodekit.deploy.host.accept import Acceptor
-from nodekit.deploy.host.probes import linkspeed
+from nodekit.deploy.host.probes.network import linkspeed
 from nodekit.slurm.allocation import handshake
 
 TOKEN = "token-of-the-run"

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import os
@@ -127,6 +128,16 @@ def failing(real: Callable[..., Any], path: Path, number: int, times: int) -> Ca
     return call
 
 
+def test_a_file_that_cannot_be_read_is_not_missing(channel: HostChannel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    read = functools.partial(channel.call, "read_file", timeout_s=15)
+    assert read(path=str(tmp_path / "file"), limit_bytes=2) == "te"
+    assert read(path=str(tmp_path / "none")) is None
+    assert read(path=str(tmp_path / "file/below")) is None
+    with pytest.raises(RemoteError, match="Is a directory"):
+        read(path=str(tmp_path))
+
+
 def test_a_snapshot_folder_that_cannot_be_listed_is_not_an_empty_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +209,7 @@ def test_all_that_is_sent_needs_no_nodekit_on_the_host(tmp_path: Path) -> None:
         opened.close()
 
 
-@pytest.mark.parametrize("name", ["venvs", "node.agents", "probes.discovery"])
+@pytest.mark.parametrize("name", ["code.venvs", "node.agents", "probes.discovery"])
 def test_a_program_has_what_its_modules_import(name: str) -> None:
     text = program((name,), "for name in full_names: module_of(name)")
     subprocess.run([sys._base_executable, "-I", "-S", "-"], input=text, check=True)  # type: ignore[attr-defined]

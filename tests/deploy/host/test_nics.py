@@ -1,4 +1,4 @@
-"""What `deploy/host/probes/nics.py` says of real interfaces, made in a network namespace of their own."""
+"""What `deploy/host/probes/network/nics.py` says of real interfaces, made in a network namespace of their own."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy.host.probes import nics
+from nodekit.deploy.host.probes.network import nics
 
 pytestmark = pytest.mark.lab
 

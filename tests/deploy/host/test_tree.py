@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from nodekit.deploy.host import tree, treefiles
+from nodekit.deploy.host.code import tree, treefiles
 from nodekit.deploy.sync.listing import list_code
 
 NAMES = [

@@ -493,7 +493,7 @@ def ready(kit: Kit, own_home: Path) -> Iterator[Kit]:
         on(kit.lab, name, "ip", "link", "delete", "docker0")
     on(kit.lab, "node1", "ip", "link", "delete", "veth12ab")
     for name in kit.lab.hosts:
-        on(kit.lab, name, "rm", "/root/venv", SMI)
+        on(kit.lab, name, "rm", "-f", "/root/venv", SMI)
 
 
 @pytest.mark.lab
@@ -538,14 +538,41 @@ def test_an_inventory_of_real_hosts_runs_as_it_is(ready: Kit) -> None:
 
 
 @pytest.mark.lab
+def test_what_kit_exports_for_ansible_comes_back(ready: Kit, own_home: Path) -> None:
+    (own_home / ".ssh/known_hosts").unlink()
+    assert ready.lab is not None
+    for name in ready.lab.hosts:
+        on(ready.lab, name, "rm", "/root/venv")
+    shutil.copy(ready.lab.inventory, ready.folder / "lab.yaml")
+    exported = ready.run("export", "lab.yaml", "--to", "ansible", "-o", "hosts.yaml")
+    assert exported.returncode == 0, exported.stderr
+    done = ready.run("init", "--ansible", "hosts.yaml", "-o", "back.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, back = (load_inventory(ready.folder / name) for name in ("lab.yaml", "back.yaml"))
+    for key in ("name", "address", "user", "identity_file", "known_hosts", "python"):
+        assert [getattr(each, key) for each in back.hosts] == [getattr(each, key) for each in before.hosts], (
+            key
+        )
+
+
+@pytest.mark.lab
 def test_hosts_whose_keys_are_not_known_stay_in_the_file_with_the_reason(ready: Kit, own_home: Path) -> None:
     (own_home / ".ssh/known_hosts").unlink()
     (ready.folder / "hosts").write_text("gpu1 slots=2\nroot@gpu2 slots=2\n")
     done = ready.run("init", "--hostfile", "hosts")
     assert done.returncode == 1
     assert "kit: none of the hosts could be looked at; the file says why" in done.stderr
+    assert ready.lab is not None
+    first, second = (each.address for each in list(ready.lab.hosts.values())[:2])
+    assert [len(line) < 160 for line in done.stdout.splitlines() if "not reached: the host key" in line] == [
+        True
+    ] * 2
+    assert done.stdout.count("accept it with") == 1
+    assert "gpu1, gpu2: if that is the host's (ask " in done.stdout
+    assert f"accept it with `ssh-keyscan {first} {second} >> ~/.ssh/known_hosts`" in done.stdout
     text = (ready.folder / "cluster.yaml").read_text()
     assert [each.name for each in load_inventory(ready.folder / "cluster.yaml").hosts] == ["gpu1", "gpu2"]
     assert text.count("# could not be looked at: the host key of") == 2
+    assert "keyscan" not in text
     assert re.search(r"    # gpus: 2 +# slots=2 in hosts:1\n", text)
     assert not (own_home / ".ssh/known_hosts").exists()

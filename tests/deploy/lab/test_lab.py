@@ -157,7 +157,7 @@ def test_a_crash_resets_connections_and_ends_every_process(lab: Lab) -> None:
     assert not any(process.is_alive for process in before)
     with pytest.raises(ConnectionRefusedError):
         connect_s(lab, "node1")
-    with pytest.raises(HostError, match="node1: has crashed; `kit lab revive node1`"):
+    with pytest.raises(HostError, match="node1: has crashed; `kit lab revive node1 --folder "):
         lab.run("node1", ["true"])
     assert connect_s(lab, "node2") < 1
     lab.crash("node1")  # once more does no harm

@@ -1,6 +1,7 @@
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -58,7 +59,7 @@ def everything_in(lab: Lab) -> list[ProcessRecord]:
 def test_up_again_is_safe_and_another_size_is_refused(lab: Lab) -> None:
     before = everything_in(lab)
     assert Lab.up(3, folder=lab.folder) == lab
-    with pytest.raises(KitError, match=r"has 3 hosts, not 5; `kit lab down` it first"):
+    with pytest.raises(KitError, match=r"has 3 hosts, not 5; `kit lab down --folder .+` it first"):
         Lab.up(5, folder=lab.folder)
     assert all(process.is_alive for process in before)
 
@@ -184,7 +185,7 @@ def test_down_after_a_restart_of_the_machine_kills_no_stranger(labs: Path) -> No
             ("node2", now.boot_id, now.start_ticks - 1),
         ):
             ProcessRecord(stranger.pid, start_ticks, boot_id).write(lab.folder / f"hosts/{host}/init.json")
-        with pytest.raises(KitError, match=r"not whole.*`kit lab down`"):
+        with pytest.raises(KitError, match=r"not whole.*`kit lab down --folder \S+/lab`"):
             Lab.up(2, folder=lab.folder)
         assert lab_cluster.down(lab.folder) == []
         assert stranger.poll() is None
@@ -260,7 +261,7 @@ def test_a_folder_with_other_things_is_refused_and_left_alone(labs: Path) -> Non
         Lab.up(1, folder=labs)
     assert lab_cluster.down(labs) is None
     assert [path.name for path in labs.iterdir()] == ["thesis.tex"]
-    with pytest.raises(KitError, match=r"no lab in .*; `kit lab up 3` makes one"):
+    with pytest.raises(KitError, match=rf"no lab in .*; .*`kit lab up 3 --folder {labs}` makes one"):
         Lab.load(labs)
     with pytest.raises(KitError, match="1 to 200 hosts, not 0"):
         Lab.up(0, folder=labs / "lab")
@@ -332,19 +333,55 @@ def test_the_commands_make_break_show_and_remove_a_lab(capsys: pytest.CaptureFix
             (["up", "2"], ["already up: 2 hosts"]),
             (["crash", "node1"], ["node1: crashed"]),
             (["status"], [r"node1 .*eth0 .*crashed\n", r"node2 .*ens5 .*up\n"]),
-            (["revive", "node1"], ["node1: up"]),
+            (["crash", "node1"], ["node1: crashed already: nothing was done"]),
+            (["revive", "node1"], ["node1: up\n"]),
+            (["revive", "node1"], ["node1: up already: nothing was done"]),
             (["cut", "node2"], ["node2: up, cut"]),
             (["mend", "node2"], ["node2: up\n"]),
-            (["slow", "node2", "--delay-ms", "5", "--rate-mbit", "9"], ["node2: up, slow"]),
-            (["down"], [rf"removed the lab in {folder}"]),
+            (["mend", "node2"], ["node2: up already: nothing was done"]),
+            (["slow", "node2", "--delay-ms", "5", "--rate-mbit", "9"], ["node2: up, slow\n"]),
+            (["slow", "node2", "--delay-ms", "6"], ["node2: up, slow\n"]),
+            (["down"], [rf"removing the lab in {folder}: ends its hosts", rf"removed the lab in {folder}"]),
             (["down"], ["no lab in .*: nothing to do"]),
         ):
             assert kit("lab", *argv) == 0
-            output = capsys.readouterr().out
+            output = "".join(reversed(capsys.readouterr()))
             for pattern in told:
                 assert re.search(pattern, output), (argv, output)
+            if argv[0] == "up":
+                assert "#   kit lab crash HOST\n" in (folder / "lab.yaml").read_text()
     finally:
         lab_cluster.down(folder)
+
+
+@in_a_lab
+def test_the_commands_that_the_inventory_names_find_the_lab(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = re.findall(r"#   kit (lab \w+.*)", lab.inventory.read_text())
+    assert [line.split()[1] for line in named] == ["crash", "revive", "cut", "mend", "down"]
+    for line in named[:-1]:
+        assert kit(*shlex.split(line.replace("HOST", "node1"))) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["node1: crashed", "node1: up", "node1: up, cut", "node1: up"]
+    assert shlex.split(named[-1]) == ["lab", "down", "--folder", str(lab.folder)]
+
+
+@needs_root
+def test_where_there_is_no_lab_the_folder_is_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(
+        KitError, match=r"no lab in .*; `--folder DIR` names .* another, `kit lab up 3` makes one"
+    ):
+        kit("lab", "crash", "node1")
+    with pytest.raises(
+        KitError, match=rf"no lab in {tmp_path}; .*, `kit lab up 3 --folder {tmp_path}` makes one"
+    ):
+        kit("lab", "crash", "node1", "--folder", str(tmp_path))
+
+
+def test_a_link_is_made_slow_in_some_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lab", "slow", "node1"]) == 2
+    assert "wanted --delay-ms, --rate-mbit or --loss-percent" in capsys.readouterr().err
 
 
 def test_every_command_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,21 @@ def test_up_tells_how_to_use_it(cluster: Lab, capsys: pytest.CaptureFixture[str]
     command = ["sh", "-c", f"{usage[1]}\nsinfo --noheader --format='%P %D %t'"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=20, env=bare)
     assert answer.stdout == "main* 3 idle\nurgent 3 idle\n"
+    assert f"kit up {cluster.folder}/slurm.yaml " in output
+
+
+@in_a_lab
+def test_its_slurm_inventory_submits_to_it(
+    cluster: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(cluster.slurm.conf))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text("import os; print('node', os.environ['GROUP_RANK'], 'is there')\n")
+    assert cli.main(["up", str(cluster.slurm_inventory), "--", "job.py"]) == 0
+    told = sorted(log.read_text() for log in cluster.slurm.shared.glob("kit/runs/*/node*/logs/**/*.log"))
+    assert [line for text in told for line in text.splitlines() if "is there" in line] == [
+        f"node {number} is there" for number in range(3)
+    ]
 
 
 @in_a_lab
@@ -200,7 +215,9 @@ def test_down_removes_what_an_up_that_was_killed_had_made(labs: Path) -> None:
 def test_a_lab_without_slurm_says_so(lab: Lab) -> None:
     with pytest.raises(KitError, match=r"has no Slurm; `kit lab up --slurm` makes one that has"):
         _ = lab.slurm
-    with pytest.raises(KitError, match=r"is one without Slurm, not with Slurm; `kit lab down` it first"):
+    with pytest.raises(
+        KitError, match=r"is one without Slurm, not with Slurm; `kit lab down --folder .+` it first"
+    ):
         Lab.up(3, folder=lab.folder, slurm=True)
 
 

@@ -165,6 +165,34 @@ def test_a_story_is_told_once_and_in_words() -> None:
     assert (told[-1].state, told[1].step, told[1].total_steps) == ("failed", 4120, 9000)
 
 
+def test_of_a_script_that_tells_no_steps_later_failures_are_told_too() -> None:
+    """It tells of no first step either, after which a failure counts as overcome."""
+    story = Story("lab-1")
+
+    def texts(*events: Event) -> list[str]:
+        return [message.text.split("\n")[0] for each in events if (message := story.tell(each))]
+
+    def failed(when: float, attempt: str) -> Event:
+        return event(
+            "worker-failed", when, "gpu1", attempt=attempt, rank=0, exitcode=1, error=f"ValueError: {attempt}"
+        )
+
+    told = "lab-1 failed on gpu1: rank 0 ended with exit status 1: ValueError: {}"
+    assert texts(event("workers-started", 100, "gpu1", attempt="0.0"), failed(500, "0.0")) == [
+        told.format("0.0")
+    ]
+    assert texts(failed(900, "0.0")) == [], "its ranks have not been started again"
+    assert texts(event("workers-started", 501, "gpu1", attempt="0.1"), failed(520, "0.1")) == [], (
+        "it is the same"
+    )
+    assert texts(event("workers-started", 521, "gpu1", attempt="0.2"), failed(900, "0.2")) == [
+        told.format("0.2")
+    ]
+    assert texts(event("workers-started", 901, "gpu1", attempt="0.3"), failed(9000, "0.3")) == [
+        told.format("0.3")
+    ]
+
+
 def test_a_lost_node_is_named_and_one_out_of_sight_is_no_failure() -> None:
     story = Story("lab-1")
     for each in STORY[:4]:
@@ -413,6 +441,19 @@ def test_a_clock_that_jumped_silences_nobody(hook: Hook, run: Run) -> None:
     told = [(body["kind"], body["text"].split("\n")[0]) for _, _, body in hook.got]
     assert [kind for kind, _ in told] == ["start", "failure", "recovery", "failure", "end"]
     assert told[2][1] == "lab-1 trains again, from step 5", "how long that took is not known"
+
+
+def test_a_script_that_writes_no_step_numbers_silences_nobody(hook: Hook, run: Run) -> None:
+    story = [
+        STORY[0],
+        event("worker-failed", 110, "gpu2", attempt="0.0", rank=1, exitcode=1, error="one"),
+        event("first-step", 114, "gpu1", attempt="0.1", step=None),
+    ]
+    notifier = observed(run, {"webhook": {"url": hook.url}}, written(run, story))
+    run.finish("failed", "another")
+    notifier.close()
+    told = [body["text"].split("\n")[0] for _, _, body in hook.got if body["kind"] == "recovery"]
+    assert told == ["lab-1 trains again after 4.0 s"]
 
 
 def test_what_was_told_is_known_though_the_disk_was_full(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import re
+import resource
+import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodekit.deploy.commands import cli, status
+from nodekit.deploy.commands import cli
+from nodekit.deploy.commands.look_at_a_run import status
 from nodekit.deploy.output import terminal
 from nodekit.deploy.output.terminal import harmless
 from nodekit.inventory.errors import KitError
@@ -107,3 +114,94 @@ def test_a_console_draws_and_what_it_shows_is_harmless() -> None:
     assert "said" in shown
     assert "\x1b[?25l" in shown, "the console's own: the cursor is hidden"
     assert not re.search("\x1b\\]|\x1b\\[6n|\x9b", shown)
+
+
+def pipe_without_a_reader() -> io.TextIOWrapper:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@contextlib.contextmanager
+def file_without_room(path: Path) -> Iterator[io.TextIOWrapper]:
+    """As on a full disk: no file of this process may grow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with path.open("w") as file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            yield file
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_acts_goes_on_where_its_output_is_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_full: bool
+) -> None:
+    with file_without_room(tmp_path / "out") if is_full else pipe_without_a_reader() as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with terminal.screen(may_be_lost=True):
+            for _ in range(3):
+                print("stopping", flush=True)
+            print("x" * 100_000)
+        assert sys.stdout is stream
+        stream.flush()  # as the interpreter does at its exit
+
+
+def test_what_only_shows_ends_with_its_reader_and_says_that_a_disk_is_full(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pipe_without_a_reader() as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(BrokenPipeError), terminal.screen():
+            print("a line", flush=True)
+        stream.flush()
+    with file_without_room(tmp_path / "out") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with (
+            pytest.raises(KitError, match="what is printed cannot be written: File too large"),
+            terminal.screen(),
+        ):
+            print("a line", flush=True)
+        stream.flush()
+
+
+@pytest.mark.parametrize(
+    ("closed", "status"),
+    [
+        (">&-", 0),
+        ("2>&-", 0),
+        ("<&-", 0),
+        ("<&- >&- 2>&-", 0),
+        (">/dev/full", 1),
+        (">/dev/full 2>/dev/full", 1),
+    ],
+)
+def test_a_command_runs_without_stdin_stdout_or_stderr(closed: str, status: int, tmp_path: Path) -> None:
+    """As from a daemon that has closed them."""
+    kit = f"{sys.executable} -m nodekit.deploy.commands.cli schema"
+    limit = "ulimit -f 0;" if "full" in closed else ""
+    done = subprocess.run(
+        ["sh", "-c", f"{limit} {kit} {closed}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    if closed == ">full":
+        assert "kit: what is printed cannot be written: File too large" in done.stderr
+
+
+def test_a_working_folder_that_was_removed_is_said_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    command = f"cd gone; rmdir ../gone; {sys.executable} -m nodekit.deploy.commands.cli status"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "kit: the working folder has been removed; cd to one that is there\n",
+    )

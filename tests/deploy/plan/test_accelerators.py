@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from test_plan import TWO_FACTS, build, facts, inventory
 
-from nodekit.deploy.host.probes import accelerators, gpus, hostfacts
-from nodekit.deploy.host.probes.accelerators import ACCELERATORS, CPU, NVIDIA
+from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.host.probes.gpu import accelerators, gpus
+from nodekit.deploy.host.probes.gpu.accelerators import ACCELERATORS, CPU, NVIDIA
 from nodekit.deploy.plan.check import examine
 from nodekit.deploy.plan.gpus import HostGpus
 

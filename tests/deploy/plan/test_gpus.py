@@ -1,6 +1,7 @@
 """GPUs from nvidia-smi's answer to the ranks' environment, on hosts that have odd ones, hidden ones and broken ones."""
 
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from test_plan import TWO_FACTS, build, facts, gpus_there, inventory
 
-from nodekit.deploy.host.probes import gpus as probe
+from nodekit.deploy.host.probes.gpu import gpus as probe
 from nodekit.deploy.plan.check import examine
 from nodekit.deploy.plan.gpus import HostGpus
 from nodekit.inventory.errors import KitError
@@ -181,6 +182,69 @@ def test_a_torch_for_the_cpu_alone_is_refused_where_there_are_gpus(
     )
     assert [each[: len(said)] for each in problems] == ([said] if refused else [])
     assert examine(inventory(tmp_path, "gpus: 0\nhosts: {gpu1: }\n"), own) == []
+
+
+# As libcuda of cuda-compat, CUDA's package for a driver that is older: it needs no device for this.
+LIBCUDA = """
+#include <stdlib.h>
+#include <unistd.h>
+int cuDriverGetVersion(int *version) {
+  const char *told = getenv("LIBCUDA");
+  if (!told) sleep(60);
+  *version = atoi(told);
+  return *version ? 0 : 999;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the library."""
+    folder = tmp_path_factory.mktemp("compat")
+    (folder / "cuda.c").write_text(LIBCUDA)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "cuda.c"], check=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("told", "torch_build", "cuda", "refused"),
+    [
+        ("13000", "cuda 13.0", "13.0", False),
+        ("13010", "cuda 13.0", "13.1", False),
+        ("13000", "cuda 13.1", "13.0", True),
+        ("12080", "cuda 13.0", "12.8", True),
+        ("0", "cuda 13.0", None, True),
+        (None, "cuda 13.0", None, True),
+        ("12080", "cuda 12.8", "12.8", False),
+        ("13000", "cpu", None, True),
+    ],
+)
+def test_an_old_driver_is_not_refused_where_libcuda_is_newer(
+    libcuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    told: str | None, torch_build: str, cuda: str | None, refused: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libcuda))
+    if told is not None:
+        monkeypatch.setenv("LIBCUDA", told)
+    else:  # it never answers; nvidia-smi does, after whatever it takes here to start it
+        ask = probe.cuda_version
+        monkeypatch.setattr(probe, "cuda_version", lambda _: ask(0.5))
+    found = HostGpus.of(probe.look_up(timeout_s=30, torch_build=torch_build))
+    assert (found.driver, found.cuda) == ("570.124.06", cuda)
+    own = {"gpu1": facts("gpu1", gpus=found, torch_build=torch_build)}
+    assert bool(examine(inventory(tmp_path, "hosts: {gpu1: }\n"), own)) == refused
+
+
+def test_a_host_without_libcuda_goes_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_ASK_LIBCUDA", probe._ASK_LIBCUDA.replace("libcuda", "no-libcuda"))
+    found = HostGpus.of(probe.look_up(torch_build="cuda 13.0"))
+    assert (found.cuda, found.problem) == (None, "")
+    (refusal,) = examine(
+        inventory(tmp_path, "hosts: {gpu1: }\n"), {"gpu1": facts("gpu1", gpus=found, torch_build="cuda 13.0")}
+    )
+    assert "NVIDIA driver 570.124.06, and torch is built for CUDA 13.0, wanted driver 580.65.06" in str(
+        refusal
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodekit.deploy.plan import plan
-from nodekit.deploy.plan.check import Facts, Interface, addresses, choose_interface, clocks, examine
+from nodekit.deploy.plan.check import (
+    Facts,
+    Interface,
+    addresses,
+    choose_interface,
+    clocks,
+    examine,
+    one_per_folder,
+)
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
@@ -72,6 +80,18 @@ def build(found: Inventory, all_facts: dict[str, Facts], **changes: Any) -> plan
         "kit_digest": "abc",
     }
     return plan.build(found, all_facts, **{**values, **changes})
+
+
+def test_hosts_share_a_folder_also_with_the_one_that_serves_it() -> None:
+    """They place one thing there at a time; the server has it on its own disk, where the name has the machine in it."""
+    ids = {"server": "x@boot:1:2", "gpu1": "x", "gpu2": "x", "apart": "x2", "none1": "", "none2": ""}
+    own = {name: facts(name, workdir_id=each) for name, each in ids.items()}
+    assert one_per_folder(own) == {
+        "server": ["server", "gpu1", "gpu2"],
+        "apart": ["apart"],
+        "none1": ["none1"],
+        "none2": ["none2"],
+    }
 
 
 TWO = "network: 10.0.0.0/24\nhosts:\n  gpu1:\n  gpu2: {env: {A: host}}\njob:\n  env: {B: job}\n"
@@ -206,6 +226,8 @@ def test_another_launcher_is_refused_with_what_to_say_in_its_place(
 def test_the_plan_reads_well_and_is_json_for_programs(tmp_path: Path) -> None:
     found = build(inventory(tmp_path, TWO), TWO_FACTS)
     assert "gpu2\n  node_rank   1 of 2\n  workers     1 on CPU, gloo\n" in found.to_text()
+    assert re.match(r"run \S+: 2 nodes, world size 2\n", found.to_text())
+    assert re.search(r"NCCL_SOCKET_IFNAME==(\S+)   # =\1 means exactly this name\n", found.to_text())
     assert json.loads(found.to_json())["nodes"][1]["interface"] == "ens5"
 
 
@@ -475,7 +497,7 @@ def test_a_library_that_some_hosts_lack_is_named_with_them(tmp_path: Path) -> No
     found = build(inventory(tmp_path, TWO), TWO_FACTS, command=(*TRAIN, "--engine", "trainer"))
     modules = {"a": ("accelerate",), "b": ("accelerate", "transformers"), "c": ("accelerate", "deepspeed")}
     with pytest.raises(
-        KitError, match=r"a, c: --engine trainer needs transformers: pip install 'nodekit\[text\]'"
+        KitError, match=r"a, c: --engine trainer needs transformers: pip install transformers"
     ):
         refuse_options(found, tmp_path, modules)
     refuse_options(found, tmp_path, {"b": ("accelerate", "transformers")})

@@ -24,7 +24,7 @@ from test_plan import facts, gpus_there, inventory
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host import processes
 from nodekit.deploy.host.probes import probes
-from nodekit.deploy.host.probes.xids import parse_xids
+from nodekit.deploy.host.probes.gpu.xids import parse_xids
 from nodekit.deploy.launch import start
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.plan import script

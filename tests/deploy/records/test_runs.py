@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,12 +21,13 @@ from nodekit.deploy.commands import cli
 from nodekit.deploy.host import current_status
 from nodekit.deploy.output import plot
 from nodekit.deploy.output.plot import Curve
-from nodekit.deploy.records import runs
-from nodekit.deploy.records.runs import Run, SupervisorLock, starting
+from nodekit.deploy.records import find_runs, locks, record_files, runs
+from nodekit.deploy.records.locks import SupervisorLock, starting
+from nodekit.deploy.records.runs import Run
 from nodekit.deploy.runs import runs_compare, runs_table
 from nodekit.deploy.story import summary
 from nodekit.deploy.story.summary import Summary
-from nodekit.inventory.errors import NotWritten
+from nodekit.inventory.errors import KitError, NotWritten
 
 START = time.mktime((2026, 11, 22, 6, 1, 0, 0, 0, -1))
 
@@ -85,10 +88,10 @@ def test_the_table_says_how_far_and_how_well(capsys: pytest.CaptureFixture[str])
     record("big-1122-060200-bbbb", state="failed", verdict="gpu2: CUDA out of memory", created=START + 60)
 
     assert table(capsys) == [
-        "run                   started           took  nodes  step   best            goodput  state      verdict",
-        "lab-1122-060100-aaaa  2026-11-22 06:01  41 s  2      30/30  accuracy 0.875  73%      succeeded  "
+        "run                   started           took  nodes  step   best             goodput  state      verdict",
+        "lab-1122-060100-aaaa  2026-11-22 06:01  41 s  2      30/30  accuracy 87.50%  73%      succeeded  "
         "trained to the end",
-        "big-1122-060200-bbbb  2026-11-22 06:02  1 s   2      –      –               –        failed     "
+        "big-1122-060200-bbbb  2026-11-22 06:02  1 s   2      –      –                –        failed     "
         "gpu2: CUDA out of memory",
     ]
 
@@ -390,14 +393,14 @@ def test_runs_that_have_ended_are_listed_without_their_events() -> None:
 
 def test_who_only_watches_writes_down_the_end_and_nothing_else() -> None:
     record("lab-1122-060100-aaaa", state="running", token="secret")
-    watcher, supervisor = runs.find(None), runs.find(None)
+    watcher, supervisor = find_runs.find(None), find_runs.find(None)
     with supervisor.changing():
         supervisor.generation, supervisor.judgement = 3, {"generation": 3}
         supervisor.nodes = {**supervisor.nodes, "spare": {}}
 
     watcher.finish_stopped()
 
-    now = runs.find(None)
+    now = find_runs.find(None)
     assert (now.state, now.generation, now.judgement) == ("stopped", 3, {"generation": 3})
     assert list(now.nodes) == ["gpu1", "gpu2", "spare"]
     assert (watcher.generation, watcher.state) == (3, "stopped")
@@ -405,30 +408,30 @@ def test_who_only_watches_writes_down_the_end_and_nothing_else() -> None:
 
 def test_an_end_is_not_written_over_a_success_nor_over_another_start() -> None:
     record("lab-1122-060100-aaaa", state="running")
-    watcher, supervisor = runs.find(None), runs.find(None)
+    watcher, supervisor = find_runs.find(None), find_runs.find(None)
     supervisor.finish("succeeded", "trained to the end")
     watcher.finish_stopped()
-    assert runs.find(None).state == watcher.state == "succeeded"
+    assert find_runs.find(None).state == watcher.state == "succeeded"
 
-    late, next_one = runs.find(None), runs.find(None)
+    late, next_one = find_runs.find(None), find_runs.find(None)
     with next_one.changing():
         next_one.started, next_one.state, next_one.generation = START + 100, "running", 1
     late.finish("failed", "gpu1 was lost")
-    assert (runs.find(None).state, runs.find(None).verdict) == ("running", "trained to the end")
+    assert (find_runs.find(None).state, find_runs.find(None).verdict) == ("running", "trained to the end")
 
 
 def test_what_many_change_at_once_is_all_there() -> None:
     record("lab-1122-060100-aaaa", state="running", nodes={})
     code = (
-        "import sys; from nodekit.deploy.records import runs\n"
+        "import sys; from nodekit.deploy.records import find_runs\n"
         "for each in range(20):\n"
-        "    run = runs.find(None)\n"
+        "    run = find_runs.find(None)\n"
         "    with run.changing(): run.nodes = {**run.nodes, f'{sys.argv[1]}-{each}': {}}\n"
     )
     others = [subprocess.Popen([sys.executable, "-c", code, name]) for name in ("a", "b")]
 
     def add(name: str) -> None:
-        run = runs.find(None)
+        run = find_runs.find(None)
         for each in range(20):
             with run.changing():
                 run.nodes = {**run.nodes, f"{name}-{each}": {}}
@@ -439,7 +442,7 @@ def test_what_many_change_at_once_is_all_there() -> None:
     for thread in threads:
         thread.join()
     assert [other.wait(60) for other in others] == [0, 0]
-    assert set(runs.find(None).nodes) == {f"{name}-{each}" for name in "abcd" for each in range(20)}
+    assert set(find_runs.find(None).nodes) == {f"{name}-{each}" for name in "abcd" for each in range(20)}
 
 
 def test_a_change_that_fails_leaves_the_record_as_it_was(
@@ -456,10 +459,10 @@ def test_a_change_that_fails_leaves_the_record_as_it_was(
                 run.generation = 2
             assert "run.json cannot be written: No space left on device; see to the disk" in str(raised.value)
             run.say_stop("kit down")  # what stops a run asks no room
-        assert (run.generation, runs.find(None).generation) == (0, 0)
+        assert (run.generation, find_runs.find(None).generation) == (0, 0)
         with run.changing():
             run.generation = 3
-        assert runs.find(None).generation == 3
+        assert find_runs.find(None).generation == 3
 
 
 def test_the_latest_run_is_the_one_begun_last_whatever_the_clock_said(tmp_path: Path) -> None:
@@ -468,9 +471,36 @@ def test_the_latest_run_is_the_one_begun_last_whatever_the_clock_said(tmp_path: 
     record("lab-1122-060101-bbbb", state="failed", created=START, inventory_path=path)
 
     assert [run.run_id[-4:] for run in runs.all_runs()] == ["aaaa", "bbbb"]
-    latest = runs.latest_of(tmp_path / "lab.yaml")
+    latest = find_runs.latest_of(tmp_path / "lab.yaml")
     assert latest is not None
-    assert latest.run_id == runs.find(None).run_id == "lab-1122-060101-bbbb"
+    assert latest.run_id == find_runs.find(None).run_id == "lab-1122-060101-bbbb"
+
+
+@pytest.mark.parametrize("tried", ["drills", "selftests"])
+def test_what_a_drill_has_run_is_not_the_latest_run_beside_others(tried: str) -> None:
+    """A bare `kit test` would measure a drill's weights."""
+    own = record_files.folder().parent / tried / "lab-1122-060000" / "inventory.yaml"
+    record("lab-drill-1122-060100-aaaa", inventory_path=str(own))
+    assert find_runs.find(None).run_id == "lab-drill-1122-060100-aaaa", "there is no other"
+    record("lab-1122-060101-bbbb")
+    record("lab-drill-1122-060102-cccc", inventory_path=str(own))
+    assert find_runs.find(None).run_id == "lab-1122-060101-bbbb"
+    assert find_runs.find("lab-drill-1122-060102").run_id == "lab-drill-1122-060102-cccc"
+    record("lab-1122-060103.0", slurm={"sweep": "lab-1122-060103"})
+    record("lab-drill-1122-060104-dddd", inventory_path=str(own))
+    assert [run.run_id for run in find_runs.sweep(None)] == ["lab-1122-060103.0"]
+
+
+def test_of_many_runs_with_one_beginning_the_last_ones_are_named_and_that_there_are_more() -> None:
+    for number in range(9):
+        record(f"lab-1122-06010{number}-aaaa")
+        if number == 7:
+            with pytest.raises(KitError, match=r"'lab' begins the ids of 8 runs: lab-1122-060100-aaaa, "):
+                find_runs.find("lab")
+    with pytest.raises(KitError, match=r"'lab' begins the ids of 9 runs: …, lab-1122-060101-aaaa, "):
+        find_runs.find("lab")
+    with pytest.raises(KitError, match=r"no run 'x' on record; the latest are …, lab-1122-060101-aaaa, "):
+        find_runs.find("x")
 
 
 def test_a_run_that_is_not_over_comes_before_those_that_are(tmp_path: Path) -> None:
@@ -479,10 +509,12 @@ def test_a_run_that_is_not_over_comes_before_those_that_are(tmp_path: Path) -> N
         record(f"lab-1122-06010{number}-aaaa", state=state, created=START, inventory_path=path)
     record("lab-1122-060103-aaaa.0", state="running", inventory_path=path, slurm={"sweep": "lab-1122-060103"})
 
-    latest = runs.latest_of(tmp_path / "lab.yaml")
+    latest = find_runs.latest_of(tmp_path / "lab.yaml")
     assert latest is not None
     assert latest.run_id == "lab-1122-060101-aaaa"
-    assert runs.find(None).run_id == "lab-1122-060103-aaaa.0", "a sweep's runs are not asked for by inventory"
+    assert find_runs.find(None).run_id == "lab-1122-060103-aaaa.0", (
+        "a sweep's runs are not asked for by inventory"
+    )
 
 
 def test_runs_of_before_they_were_counted_come_first_by_their_time(tmp_path: Path) -> None:
@@ -491,19 +523,19 @@ def test_runs_of_before_they_were_counted_come_first_by_their_time(tmp_path: Pat
         fields = json.loads((old.folder / "run.json").read_text())
         del fields["number"]  # as it was written then
         (old.folder / "run.json").write_text(json.dumps(fields))
-    (runs.folder().parent / "runs.count").unlink()
+    (record_files.folder().parent / "runs.count").unlink()
     record("lab-1122-060100-c", created=START - 1)
 
     assert [(run.run_id[-1], run.number) for run in runs.all_runs()] == [("a", 0), ("b", 0), ("c", 1)]
-    with runs.find("lab-1122-060100-a").changing():
+    with find_runs.find("lab-1122-060100-a").changing():
         pass
-    assert runs.find("lab-1122-060100-a").number == 0, "it stays where it is"
+    assert find_runs.find("lab-1122-060100-a").number == 0, "it stays where it is"
 
 
 def test_the_count_of_runs_goes_on_where_its_file_was_torn() -> None:
     record("lab-1122-060100-aaaa")
     record("lab-1122-060100-bbbb")
-    (runs.folder().parent / "runs.count").write_text("")
+    (record_files.folder().parent / "runs.count").write_text("")
     assert record("lab-1122-060100-cccc").number == 3
 
 
@@ -521,3 +553,39 @@ def test_a_supervisor_acts_though_its_name_cannot_be_written_down(
             assert lock.acquire()
             assert not SupervisorLock(run).acquire()
             lock.release()
+
+
+def test_a_lock_on_a_disk_that_has_become_read_only_is_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lock").touch()
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "touch", refused)
+    first = locks.locked(tmp_path / "lock")
+    assert first is not None
+    assert locks.locked(tmp_path / "lock") is None
+    first.close()
+    second = locks.locked(tmp_path / "lock")
+    assert second is not None
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("/srv/state", "/srv/state/nodekit/runs"),
+        ("state", "/root/.local/state/nodekit/runs"),
+        ("", "/root/.local/state/nodekit/runs"),
+        (None, "/root/.local/state/nodekit/runs"),
+    ],
+)
+def test_records_are_where_xdg_says(given: str | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a relative path each folder in which kit is called would have runs of its own."""
+    monkeypatch.setenv("HOME", "/root")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    if given is not None:
+        monkeypatch.setenv("XDG_STATE_HOME", given)
+    assert str(record_files.folder()) == found

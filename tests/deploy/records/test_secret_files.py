@@ -12,9 +12,9 @@ from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import SlurmSettings
-from nodekit.slurm import submit
-from nodekit.slurm.prepare import Ready
-from nodekit.slurm.shared_folder import forget_secrets
+from nodekit.slurm.cluster.shared_folder import forget_secrets
+from nodekit.slurm.submission import submit
+from nodekit.slurm.submission.prepare import Ready
 
 
 @pytest.fixture

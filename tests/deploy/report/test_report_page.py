@@ -23,13 +23,14 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host.logs import points
+from nodekit.deploy.host.schema import Guess
 from nodekit.deploy.output.redact import LEFT_OUT, Redactor
 from nodekit.deploy.report import charts, report, report_page
 from nodekit.deploy.story.history import History
 
 CHROMIUM = "/usr/bin/chromium"
 PARTS = [name for _, name in report_page.PARTS]
-WIDTHS = (375, 1600)
+WIDTHS = (375, 1100, 1600)
 
 # For each text in sight: how far it stands out from what is painted below it, by WCAG 2's formula.
 LOW_CONTRAST = """() => {
@@ -73,7 +74,7 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def page_of(events: list[Any], **changes: Any) -> str:
+def page_of(events: list[Any], guess: Guess | None = None, **changes: Any) -> str:
     run = dataclasses.replace(made_up_run.run(), **changes)
     redactor = Redactor(run.inventory, known=[run.token])
     events = [dataclasses.replace(event, fields=redactor.tree(event.fields)) for event in events]
@@ -84,6 +85,7 @@ def page_of(events: list[Any], **changes: Any) -> str:
             events=events,
             redactor=redactor,
             written="kit on a day",
+            guess=guess,
         )
     )
 
@@ -128,6 +130,9 @@ def test_the_page_fits_its_window_and_every_text_stands_out(
     seen = Seen(browser, page_path, width=width, scheme=scheme)
     seen.page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+    if width >= 1100:  # the attempts are not cut off
+        parts = "[...document.querySelectorAll('#timeline .scroll')]"
+        assert seen.page.evaluate(f"{parts}.every((each) => each.scrollWidth <= each.clientWidth)")
     ground = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(13, 17, 23)")
     assert seen.page.evaluate(LOW_CONTRAST) == []
@@ -268,6 +273,22 @@ def test_no_secret_and_no_value_of_a_variable_is_in_the_page(page_path: Path) ->
     assert LEFT_OUT in html
     assert "WANDB_API_KEY" in html  # that there was one, may be known
     assert "HF_TOKEN" in html
+
+
+def test_the_page_of_a_script_that_tells_no_step_does_not_say_that_it_trained_nothing() -> None:
+    told = ("first-step", "sample", "evaluation", "resumed", "snapshot")
+    events = [each for each in made_up_run.events() if each.kind not in told]
+    events = [
+        dataclasses.replace(each, fields={**each.fields, "step": None, "total_steps": None})
+        for each in events
+    ]
+    guess: Guess = {"step": None, "total_steps": None, "epoch": 3, "loss": 0.5}
+    html = page_of(events, guess=guess)
+    for said in ("~epoch 3", "by what it printed", "gpu1 ran for", "running: the script tells no steps",
+                 "is not known: no step was told", "$NODEKIT_PROGRESS_FILE"):  # fmt: skip
+        assert said in html, said
+    for said in ("trained for 0.0 s", "trained steps that count", "until the first step", ">0.0%</strong>"):
+        assert said not in html, said
 
 
 def test_a_run_that_has_only_begun_has_a_page_too() -> None:

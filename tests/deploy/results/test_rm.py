@@ -18,8 +18,10 @@ from agents import processes_of, until
 from kit_runs import Kit, run_id
 
 from nodekit.deploy.commands import cli
+from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.records import runs
-from nodekit.deploy.records.runs import Run, SupervisorLock
+from nodekit.deploy.records.locks import SupervisorLock
+from nodekit.deploy.records.runs import Run
 from nodekit.deploy.results import rm
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump, load_inventory
@@ -215,12 +217,53 @@ def test_a_host_that_cannot_be_reached_keeps_the_run_unless_it_is_lost(
     assert cli.main(["rm", ID, "--yes"]) == 1
     told = capsys.readouterr().err
     assert "kit: b: " in told
-    assert f"nothing of {ID} is removed: some of it is there\nkit rm --lost {ID} does without" in told
+    assert (
+        f"nothing of {ID} is removed, since b may have a part of it; kit rm --lost {ID} removes the rest"
+        in told
+    )
+    assert "if b will not come back" in told
     assert (site.rest(), site.is_on_record) == (before, True)
 
     assert cli.main(["rm", ID, "--yes", "--lost"]) == 0
     assert "  b: cannot be reached; what is there stays" in capsys.readouterr().out
     assert not site.is_on_record
+
+
+def test_what_runs_on_one_of_the_hosts_that_share_a_folder_is_never_passed_over(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = HostChannel.stream
+
+    def as_two_machines(channel: HostChannel, op: str, *args: Any, **kwargs: Any) -> Any:
+        found = stream(channel, op, *args, **kwargs)
+        alive = op == "removal.list_run" and channel.host == "b"
+        return {**found, "alive": ["its agent on b runs (pid 7)"]} if alive else found
+
+    monkeypatch.setattr(HostChannel, "stream", as_two_machines)
+    before = site.rest()
+
+    assert cli.main(["rm", ID, "--yes"]) == 1
+
+    assert f"kit: b: its agent on b runs (pid 7); kit down {ID} ends it\n" in capsys.readouterr().err
+    assert (site.rest(), site.is_on_record) == (before, True)
+
+
+def test_a_folder_that_one_of_the_hosts_serves_to_the_others_is_told_and_removed_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream, removed = HostChannel.stream, []
+
+    def with_a_file_server(channel: HostChannel, op: str, *args: Any, **kwargs: Any) -> Any:
+        found = stream(channel, op, *args, **kwargs)
+        removed.extend([channel.host] if op == "removal.remove" else [])
+        return {**found, "shared": "x@boot:1:2" if channel.host == "a" else "x"} if found else found
+
+    monkeypatch.setattr(HostChannel, "stream", with_a_file_server)
+
+    assert cli.main(["rm", ID, "--yes"]) == 0
+
+    assert capsys.readouterr().out.count(f":{site.place}") == 1
+    assert removed == ["a"]
 
 
 def test_a_supervised_run_is_refused(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,3 +340,67 @@ def test_a_running_run_is_refused_and_a_stopped_one_removed(local: Kit, tmp_path
     assert (removed.returncode, removed.stdout.splitlines()[-1]) == (0, f"{found} is removed"), removed.stderr
     assert not place.exists()
     assert local.run("runs").stdout.startswith("no run on record")
+
+
+# --- what cannot be read ---
+
+
+def test_an_agent_of_which_nobody_can_tell_whether_it_runs_is_not_taken_for_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, state="running")
+
+    def refused() -> str:
+        before = site.rest()
+        assert cli.main(["rm", ID, "--yes"]) == 1
+        assert (site.rest(), site.is_on_record) == (before, True)
+        return capsys.readouterr().err
+
+    told = refused()
+    assert f"a: {ID} is running, as far as is known here, and no agent.json there says" in told
+    assert f"kit down {ID} ends it" in told
+    agent = site.place / "a/agent.json"
+    agent.symlink_to("agent.json")
+    assert f"a: {agent} cannot be read: Too many levels of symbolic links" in refused()
+    agent.unlink()
+    agent.write_text('{"pid": ')
+    assert f"a: {agent} is damaged: whether that agent runs is not known" in refused()
+
+    for name in ("a", "b"):  # which it was is known, and it is gone
+        record = {"pid": 1, "start_time": 1, "boot_id": "another"}
+        (site.place / name / "agent.json").write_text(json.dumps(record))
+    assert cli.main(["rm", ID, "--yes"]) == 0
+    assert not site.place.exists()
+
+
+def test_code_that_a_sweep_shares_stays_while_the_record_of_one_of_its_runs_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_id = ID
+    sites = [Site(tmp_path, run_id=f"{ID}.{number}") for number in (0, 1)]
+    for each in sites:
+        each.run.slurm = {"sweep": sweep_id, "values": ""}
+        each.run.save()
+    record = sites[1].run.folder / "run.json"
+    record.unlink()
+    record.symlink_to("run.json")
+    removal = rm.Removal(sites[0].run, [rm.Place("a", str(sites[0].place))])
+    rm.remove_record(sites[0].run)
+    with pytest.raises(KitError, match=rf"the code that the runs of {sweep_id} share stays"):
+        rm.remove_sweep(removal, {})
+
+
+@pytest.mark.parametrize("name", ["slurm", "state", "code"])
+def test_snapshots_stay_also_on_a_node_that_has_the_name_of_a_folder_of_kits(site: Site, name: str) -> None:
+    (site.place / "code/snapshots").rmdir()
+    (site.place / "code").rmdir()
+    (site.place / "a").rename(site.place / name)
+    assert cli.main(["rm", ID, "--yes", "--keep-snapshots"]) == 0
+    assert f"{ID}/{name}/snapshots/g0000-s000000010.json" in site.rest()
+
+
+def test_a_spec_json_among_the_users_code_makes_that_no_node(site: Site) -> None:
+    (site.place / "code/spec.json").write_text('{"run_id": "theirs"}')
+    (site.place / "code/snapshots/mine").write_text("")
+    assert cli.main(["rm", ID, "--yes", "--keep-snapshots"]) == 0
+    assert not (site.place / "code").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,7 +11,8 @@ from rich.console import Console
 
 from nodekit.deploy.output.keys import decode
 from nodekit.deploy.records.events import Event
-from nodekit.deploy.screen.screen import Model, Node, lines, render, spark
+from nodekit.deploy.screen.screen import Model, Node, closing, lines, render
+from nodekit.deploy.screen.screen_text import spark, wrapped
 from nodekit.deploy.screen.view import Doing, FullScreen
 from nodekit.deploy.screen.view_model import ViewModel
 
@@ -134,6 +136,56 @@ def test_the_log_of_a_node_fills_the_window_and_long_lines_go_on() -> None:
     assert text[2:6] == ["first", "x" * 60, "x" * 40, "last"]
 
 
+def test_before_any_host_has_answered_nothing_is_said_of_the_nodes_and_the_step() -> None:
+    found = model(2, state="connecting", step=None, said="")
+    found = dataclasses.replace(
+        found, nodes=[dataclasses.replace(node, state="connecting") for node in found.nodes]
+    )
+    title, progress, *_ = shown(found, 80, None)
+    assert "0 of 2" not in title
+    assert progress == "not known yet"
+    found = dataclasses.replace(
+        found, nodes=[found.nodes[0], dataclasses.replace(found.nodes[1], state="starting")]
+    )
+    title, progress, *_ = shown(found, 80, None)
+    assert "0 of 2" in title
+    assert progress == "no step yet"
+
+
+def test_what_is_left_of_a_closed_screen_is_broken_between_words(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = (
+        "rank 0 on node1 failed (exit status 1): it failed twice in the same way, in the last of 2 attempts"
+    )
+    Console(width=60, color_system=None).print(
+        closing(model(events=[(0.0, sentence)]), 5, 60), soft_wrap=True
+    )
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert len(first) <= 60
+    assert f"{first[10:]} {second[10:]}" == sentence
+    assert second.startswith(" " * 10)
+    assert last.startswith("lab")
+    assert wrapped("see /a/path/that/is/longer/than/all/of/the/window/is/wide now", 30).splitlines() == [
+        "see", "  /a/path/that/is/longer/than/all/of/the/window/is/wide", "  now",
+    ]  # fmt: skip
+
+
+def test_kit_s_own_frames_in_what_a_hung_rank_leaves_are_not_shown() -> None:
+    watched = ViewModel("r", ["a"])
+    kits = "/x/nodekit/deploy/agent/ranks/forkserver.py"
+    dump = [
+        "Fatal Python error: Aborted", "", "Current thread 0x00007f (most recent call first):",
+        '  File "/runs/r/code/train.py", line 41 in main', '  File "/runs/r/code/train.py", line 60 in <module>',
+        '  File "<frozen runpy>", line 88 in _run_code', f'  File "{kits}", line 402 in _run', "",
+        "Extension modules: numpy._core._multiarray_umath, torch._C (total: 90)",
+    ]  # fmt: skip
+    watched.log("a", "0", [*dump, f'  File "{kits}", line 402, in _run'])
+    assert watched.log_of("a") == [
+        *dump[:5],
+        "",
+        f'  File "{kits}", line 402, in _run',
+    ]  # a traceback has all
+
+
 def test_a_question_takes_the_place_of_the_keys() -> None:
     assert shown(model(asks="Stop the job?  y: yes"), 80, 20)[-1] == "Stop the job?  y: yes"
 
@@ -227,7 +279,7 @@ def test_of_many_evaluations_in_a_row_the_last_is_told() -> None:
     for step in (1, 2, 3):
         watched.event(Event(NOW, "a", "evaluation", {"step": step, "metrics": {"accuracy": step / 10}}))
     assert [text for _, text in watched.sentences] == [
-        "evaluated at step 3: accuracy 30.00 %, the best so far"
+        "evaluated at step 3: accuracy 30.00%, the best so far"
     ]
 
 

@@ -55,10 +55,12 @@ def test_phases_are_not_made_up_where_an_event_is_missing_or_nothing_resumed() -
     assert selftest_report.phases([e for e in EVENTS if e.kind != "rendezvous"], 10.0, 4.0) == {}
 
 
-def drilled(sameness: str = "equal", problem: str = "") -> dict[str, Any]:
+def drilled(
+    sameness: str = "equal", problem: str = "", world_sizes: tuple[int, ...] = (2,)
+) -> dict[str, Any]:
     return {
         "outcome": "not survived" if problem else "survived", "problem": problem, "detected_s": 0.2,
-        "detected_by": "worker-failed on a", "resumed_s": 4.0, "steps_lost": 7, "world_sizes": [2],
+        "detected_by": "worker-failed on a", "resumed_s": 4.0, "steps_lost": 7, "world_sizes": [*world_sizes],
         "curve": {"sameness": sameness, "text": "±3e-05", "greatest_difference": None},
     }  # fmt: skip
 
@@ -67,7 +69,8 @@ def drilled(sameness: str = "equal", problem: str = "") -> dict[str, Any]:
     ("result", "outcome", "says"),
     [
         (drilled(), "passed", "the unbroken run's, bit for bit; trained again after 4.0 s: noticed 0.2 s"),
-        (drilled("same"), "passed", "to rounding (±3e-05)"),
+        (drilled("same", world_sizes=(2, 1)), "passed", "to rounding (±3e-05)"),
+        (drilled("same"), "failed", "to rounding alone (±3e-05): wanted them bit for bit"),
         (drilled("unknown"), "failed", "no loss curve to compare"),
         (drilled("different", "its loss curve differs from step 41 on"), "failed", "differs from step 41 on"),
     ],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nodekit.deploy.host import treefiles as tree
+from nodekit.deploy.host.code import treefiles as tree
 from nodekit.deploy.host.node import artifacts
+from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.launch.ending import rows
 from nodekit.inventory.errors import HostError
 
@@ -151,4 +151,12 @@ def test_nodes_whose_folder_has_no_name_are_taken_for_apart(tmp_path: Path) -> N
     code = placed(tmp_path)
     assert look(code)["code"] == ""
     (tmp_path / ".id").write_text("abcd")
-    assert look(code)["code"] == f"abcd{os.sep}runs/r/code"
+    assert look(code)["code"] == hostfacts.read_folder_id(str(tmp_path)) != ""
+
+
+def test_copies_of_one_folder_on_disks_of_their_own_are_taken_for_apart(tmp_path: Path) -> None:
+    out = [["log", 1, 12]]
+    found = {"a": told("one@a:1:2", out), "b": told("one@b:1:2", out)}
+    assert [text.partition(":")[0] for _, text in rows("r", nodes("a", "b"), found)] == ["a", "b"]
+    # Of a file server that is a node, too, the others have the same folder from there.
+    assert len(rows("r", nodes("a", "b", "c"), {**found, "b": told("one", out), "c": told("one", out)})) == 1

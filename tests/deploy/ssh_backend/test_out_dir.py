@@ -15,7 +15,7 @@ from agents import processes_of, until
 from kit_runs import Kit
 from test_docs import command_lines, titled
 
-from nodekit.deploy.records import events, runs
+from nodekit.deploy.records import events, find_runs
 
 pytestmark = pytest.mark.slow
 
@@ -203,5 +203,5 @@ def test_a_script_as_it_is_goes_on_from_its_checkpoint_after_a_crash(kit: Kit, s
     begun = re.findall(r"^[ab]:(\d) +\| rank \1 begins at step (\d+) ", log, re.MULTILINE)
     assert sorted(begun) == [("0", "0"), ("0", "10"), ("1", "0"), ("1", "10")], log
     assert all(f"| rank {rank} has done step {STEPS}" in log for rank in (0, 1)), log
-    (started,) = [event for event in events.read(runs.find(None).folder) if event.kind == "run-started"]
+    (started,) = [event for event in events.read(find_runs.find(None).folder) if event.kind == "run-started"]
     assert "{snapshot_dir}" in shlex.join(started.get("command")), "as it was written"

@@ -1,5 +1,6 @@
 """`kit` on two local nodes: the same path as over SSH, without hosts; what the command line says and returns."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import warm_agents
@@ -17,9 +19,16 @@ from agents import processes_of, until
 from disks import full, small_disk
 from kit_runs import Kit, run_id
 
+from nodekit.deploy.commands import cli
 from nodekit.deploy.host.node import status
 from nodekit.deploy.host.schema import NodeStatus
-from nodekit.deploy.records import events, runs
+from nodekit.deploy.launch import start, watch
+from nodekit.deploy.launch.options import Options, StopOptions
+from nodekit.deploy.records import events, find_runs, locks, runs
+from nodekit.deploy.ssh_backend.backend import SshBackend
+from nodekit.deploy.supervise.node_client import NodeClient
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.load import load_inventory
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +37,7 @@ FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)\n"
 
 def nodes() -> dict[str, NodeStatus]:
     """What `kit status` asks the nodes of the latest run for: to wait by that takes half a second of a core a look."""
-    return {name: status.status(node["node_dir"]) for name, node in runs.find(None).nodes.items()}
+    return {name: status.status(node["node_dir"]) for name, node in find_runs.find(None).nodes.items()}
 
 
 @pytest.fixture
@@ -126,7 +135,7 @@ def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
     done = local.run("up", "two nodes.yaml", "-d", "--", "job.py")
     assert done.returncode == 0, done.stdout + done.stderr
     found = run_id(done.stdout)
-    assert f"{found} is running: kit up 'two nodes.yaml' attaches to it" in done.stdout
+    assert f"{found} is running: kit up 'two nodes.yaml' -- job.py attaches to it" in done.stdout
     shown = local.run("status", found[:-2]).stdout  # the beginning of an id will do
     assert re.search(r"^  a  running  rank 0 of 2$", shown, re.MULTILINE), shown
     assert json.loads(local.run("status", "--json").stdout)["status"]["b"]["rank"] == 1
@@ -145,7 +154,7 @@ def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
     assert attached.wait(60) == 130, local.log()
     shown = local.log().partition(f"{found} was stopped; ")[2]
     assert shown.splitlines() == [
-        "kit up 'two nodes.yaml' begins it anew: it has no snapshot",
+        "kit up 'two nodes.yaml' -- job.py begins it anew: it has no snapshot",
         f"  logs       a:{place}/a/logs   (kit logs {found})",
         f"  written    a:{place}/code: out/ (2 bytes)",
     ]
@@ -154,8 +163,125 @@ def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
     assert re.search(rf"^{found} .* stopped +stopped by kit down$", local.run("runs").stdout, re.MULTILINE)
 
 
+@pytest.mark.parametrize("before", ["fence", "start"], ids=["before the gos", "after a go"])
+def test_a_run_that_is_stopped_while_it_starts_does_not_start(
+    local: Kit, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    (local.folder / "job.py").write_text(FOREVER)
+    inventory = load_inventory(local.folder / "two nodes.yaml")
+    monkeypatch.chdir(local.folder)
+    downs: list[int] = []
+    real = getattr(NodeClient, before)
+
+    def stopped_first(client: NodeClient, name: str, *args: Any) -> None:
+        if name == "b":
+            until(lambda: before == "fence" or status.agent_alive(client.node("a").node_dir), what="a's go")
+            downs.append(SshBackend().down(find_runs.find(None), StopOptions()))
+        real(client, name, *args)
+
+    monkeypatch.setattr(NodeClient, before, stopped_first)
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.raises(KitError, match="was stopped while it was being started"),
+    ):
+        start.start(stack, inventory, None, Options(inventory=inventory.path, command=("job.py",)))
+
+    assert downs == [0]
+    run = find_runs.find(None)
+    assert (run.state, run.verdict) == ("stopped", "stopped by kit down")
+    assert not any(each["alive"] for each in nodes().values())
+
+
+def interrupt() -> None:
+    """As Ctrl-C does; whatever it interrupts is interrupted by then."""
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+
+
+def test_ctrl_c_stops_a_run_as_soon_as_it_has_started_also_twice_in_a_hurry(
+    local: Kit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (local.folder / "job.py").write_text(FOREVER)
+    observers_of, say_stop = watch.observers_of, runs.Run.say_stop
+
+    def interrupted(*args: Any) -> list[Any]:
+        interrupt()  # nobody watches yet
+        return observers_of(*args)
+
+    def interrupted_again(run: runs.Run, by: str) -> None:
+        if by:
+            interrupt()
+        say_stop(run, by)
+
+    monkeypatch.chdir(local.folder)
+    monkeypatch.setattr(watch, "observers_of", interrupted)
+    monkeypatch.setattr(runs.Run, "say_stop", interrupted_again)
+    assert cli.main(["up", "two nodes.yaml", "--", "job.py"]) == 130
+
+    said = capsys.readouterr()
+    assert f"{find_runs.find(None).run_id} is stopped on 2 nodes" in said.out
+    resume = "kit up 'two nodes.yaml' -- job.py begins it anew: it has no snapshot"
+    assert f"{find_runs.find(None).run_id} was stopped; {resume}\n  logs " in said.out
+    assert "killing it" not in said.out, "what a second one does had not been said"
+    assert said.err == ""
+    assert (find_runs.find(None).state, find_runs.find(None).verdict) == ("stopped", "stopped by Ctrl-C")
+    assert not any(each["alive"] for each in nodes().values())
+
+
+def test_ctrl_c_stops_a_run_whose_output_nobody_reads_any_more(
+    local: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `kit up | tee log`, where Ctrl-C ends tee at once."""
+    (local.folder / "job.py").write_text(FOREVER)
+    watched = watch.observers_of
+    reader, writer = os.pipe()
+
+    def interrupted(*args: Any) -> list[Any]:
+        os.close(reader)
+        interrupt()
+        return watched(*args)
+
+    monkeypatch.chdir(local.folder)
+    monkeypatch.setattr(watch, "observers_of", interrupted)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert cli.main(["up", "two nodes.yaml", "--", "job.py"]) == 130
+    assert (find_runs.find(None).state, find_runs.find(None).verdict) == ("stopped", "stopped by Ctrl-C")
+    assert not any(each["alive"] for each in nodes().values())
+
+
+def test_ctrl_c_while_a_run_starts_stops_what_has_started_and_again_kills_it(
+    local: Kit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (local.folder / "job.py").write_text(FOREVER)
+    wait_started, stop_all = start._wait_started, NodeClient.stop_all
+    asked: list[bool] = []
+
+    def interrupted(*args: Any) -> None:
+        wait_started(*args)
+        interrupt()
+
+    def interrupted_again(client: NodeClient, *, grace_s: float = 30.0, force: bool = False) -> Any:
+        asked.append(force)
+        if not force:
+            interrupt()
+        return stop_all(client, grace_s=grace_s, force=force)
+
+    monkeypatch.chdir(local.folder)
+    monkeypatch.setattr(start, "_wait_started", interrupted)
+    monkeypatch.setattr(NodeClient, "stop_all", interrupted_again)
+    assert cli.main(["up", "two nodes.yaml", "--", "job.py"]) == 130
+
+    assert asked == [False, True]
+    assert not any(each["alive"] for each in nodes().values())
+    assert capsys.readouterr().err == "kit: stopped; nothing is left running\n"
+    assert (find_runs.find(None).state, find_runs.find(None).verdict) == ("stopped", "stopped by Ctrl-C")
+
+
 def test_a_run_that_is_over_is_followed_by_a_new_one_and_a_failed_one_goes_on(local: Kit) -> None:
-    (local.folder / "job.py").write_text("import pathlib, sys\nsys.exit(pathlib.Path('bad').exists())\n")
+    (local.folder / "job.py").write_text(
+        "import pathlib, sys\nprint('begun')\nsys.exit(pathlib.Path('bad').exists())\n"
+    )
     (local.folder / "bad").write_text("")
     values = (local.folder / "two nodes.yaml").read_text()
     (local.folder / "two nodes.yaml").write_text(values + "job: {max_restarts: 0}\n")
@@ -171,6 +297,12 @@ def test_a_run_that_is_over_is_followed_by_a_new_one_and_a_failed_one_goes_on(lo
     (local.folder / "bad").unlink()
     mended = local.run("up", "two nodes.yaml", "--", "job.py")
     assert (mended.returncode, run_id(mended.stdout)) == (0, run_id(failed.stdout)), mended.stdout
+    assert re.search(r"trained to the end in \d+ s since it was resumed$", mended.stdout, re.MULTILINE), (
+        mended.stdout
+    )
+    assert (failed.stdout.count("| begun"), mended.stdout.count("| begun")) == (2, 2), (
+        "each line is shown once"
+    )
     after = local.run("up", "two nodes.yaml", "--", "job.py")
     assert run_id(after.stdout) != run_id(failed.stdout)
 
@@ -185,7 +317,7 @@ def test_agents_that_a_stop_has_missed_are_ended_when_the_run_goes_on(local: Kit
     )
     os.kill(supervisor, signal.SIGKILL)
     until(lambda: supervisor not in processes_of(f"HOME={own_home}"))
-    run = runs.find(run.run_id)
+    run = find_runs.find(run.run_id)
     run.finish("stopped", "by hand, while its nodes were out of reach")
 
     def workers() -> dict[str, int]:
@@ -211,7 +343,7 @@ def test_a_full_disk_here_ends_no_supervision(
     with small_disk(small):
         try:
             assert local.run("up", "two nodes.yaml", "-d", "--", "job.py").returncode == 0
-            run = runs.find(None)
+            run = find_runs.find(None)
             log = run.folder / "supervisor.log"  # it lies on the same disk
             until(lambda: "running" in log.read_text(), what="the supervisor that was left behind")
             with full(small):
@@ -221,17 +353,17 @@ def test_a_full_disk_here_ends_no_supervision(
                 assert {name: each["alive"] for name, each in told.items()} == {"a": False, "b": True}
                 for _ in range(10):
                     time.sleep(0.5)
-                    assert (runs.find(None).generation, nodes()["a"]["alive"]) == (0, False)
-                assert runs.is_supervised(run)
+                    assert (find_runs.find(None).generation, nodes()["a"]["alive"]) == (0, False)
+                assert locks.is_supervised(run)
             until(lambda: nodes()["a"].get("generation") == 1 and nodes()["a"]["alive"], timeout_s=60)
-            assert runs.find(None).generation == 1
+            assert find_runs.find(None).generation == 1
             until(lambda: all(each["state"] == "running" for each in nodes().values()), timeout_s=60)
             said = log.read_text()
             assert said.count("can be written again") == 1, said
             assert "fence" in {event.kind for event in events.read(run.folder)}
             with full(small):
                 down = local.run("down")
-                until(lambda: not runs.is_supervised(run), what="the end of its supervisor")
+                until(lambda: not locks.is_supervised(run), what="the end of its supervisor")
             assert (down.returncode, down.stderr) == (0, ""), down.stdout
             assert "how it ended is not on record" in down.stdout
             assert f"{run.run_id} is stopped on 2 nodes\n" in down.stdout
@@ -328,7 +460,7 @@ def test_data_that_git_ignores_is_told_and_named_where_it_is_missed_and_sent_whe
     (local.folder / ".gitignore").write_text("*.bin\n*.pkl\n")
     done = local.run("up", "two nodes.yaml", "--", "train")
     assert done.returncode == 4, done.stdout + done.stderr
-    told = "left out: 2 files, 0.1 MB, ignored by .gitignore: `!*.bin`, `!*.pkl` in .kitignore send them"
+    told = "left out: 2 files, 65.6 kB, ignored by .gitignore: `!*.bin`, `!*.pkl` in .kitignore send them"
     assert re.search(rf"^sync .*; {re.escape(told)}", done.stdout, re.MULTILINE), done.stdout
     named = "data/chars/train.bin was not sent to the nodes: .gitignore ignores it"
     assert named in " ".join(done.stdout.split())
@@ -354,7 +486,7 @@ def test_data_that_git_ignores_is_told_and_named_where_it_is_missed_and_sent_whe
         (("up", "two nodes.yaml", "--", "-m", "nodekit.training", "--engine", "dp"), 1, "there are 2 ranks"),
         (("status",), 1, "no run on record in "),
         (("up", "two nodes.yaml", "--wrong"), 2, "unrecognized arguments: --wrong"),
-        (("fly",), 2, "invalid choice: 'fly'"),
+        (("fly",), 2, "there is no command 'fly'"),
         ((), 2, "the following arguments are required: COMMAND"),
         (("up", "slurm"), 1, "job.secrets names WANDB_API_KEY, not set in this environment"),
         (("up", "slurm", "--sweep", "lr"), 1, "--sweep: found 'lr', wanted an option and its values"),

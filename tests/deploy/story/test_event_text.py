@@ -58,6 +58,70 @@ def test_a_lost_node_is_told_from_the_loss_to_the_first_step_after_it() -> None:
     ]
 
 
+def test_what_a_drain_does_to_the_others_is_not_told_as_a_loss() -> None:
+    echo = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+    rest = ("b", "c")
+    drained = [
+        (9.0, None, "drain", {"about": "a", "generation": 0}),
+        (9.1, "a", "agent-ended", {"state": "ended"}),
+    ]
+    failed = {"attempt": "0.1", "rank": 2, "exitcode": 1, "error": echo}
+    again = {"attempt": "1.0", "members": list(rest)}
+    after = told(
+        *started("a", *rest),
+        *drained,
+        (9.2, "c", "worker-failed", failed),
+        *((9.3, name, "store-lost", {"why": "Broken pipe"}) for name in rest),
+        (9.4, "c", "replica-failed", {"reason": "Connection refused"}),
+        *((10.0, name, "rendezvous", again) for name in rest),
+        (20.0, "c", "worker-failed", {**failed, "attempt": "1.0"}),
+    )
+    assert after[2:] == [
+        "a is drained: its ranks save, and it leaves the job",
+        "the rendezvous was on a, which is drained: it moves to another node",
+        "c: a copy of a snapshot could not be kept: Connection refused (a: drained)",
+        "re-formed with 2 nodes",
+        "rank 2 on c has lost another rank",
+    ]
+    left = {"lost": 1, "waiting": 0, "names": ["a"]}
+    after = told(*started("a", *rest), *drained, *((9.2, name, "membership", left) for name in rest))
+    assert after[3:] == ["a has left; the others re-rendezvous"]
+    both = {"lost": 2, "waiting": 0, "names": ["a", "b"]}
+    assert told(*started("a", *rest), *drained, (9.2, "c", "membership", both))[3:] == after[3:]
+
+
+def test_what_a_node_that_is_cut_off_thinks_is_told_as_its_view() -> None:
+    after = told(
+        *started("a", "b", "c"),
+        (10.0, "a", "membership", {"lost": 2, "waiting": 0, "names": ["b", "c"]}),
+        (10.1, "b", "membership", {"lost": 1, "waiting": 0, "names": ["a"]}),
+        (10.2, "c", "membership", {"lost": 1, "waiting": 0, "names": ["a"]}),
+        (10.3, "b", "rendezvous", {"attempt": "0.2", "members": ["b", "c"]}),
+    )
+    assert after[2:] == [
+        "a: nothing is heard from b, c",
+        "a is lost; the others re-rendezvous",
+        "re-formed with 2 nodes",
+    ]
+
+
+def test_the_way_of_a_node_into_the_job_is_told_once() -> None:
+    assert told(
+        (1.0, None, "start", {"about": "a", "generation": 0}),
+        (1.5, None, "join", {"about": "a", "generation": 0}),
+        (20.0, None, "unreachable", {"about": "a", "why": "off; is it up?", "problems": [{"found": "off"}]}),
+        (30.0, None, "reached", {"about": "a"}),
+        (30.1, None, "start", {"about": "a", "generation": 0}),
+        (30.6, None, "join", {"about": "a", "generation": 1}),
+        (60.0, None, "join", {"about": "a", "generation": 2}),
+    ) == [
+        "a: starting its agent",
+        "a is unreachable: off",
+        "a: reached again",
+        "a is called into generation 2",
+    ]
+
+
 def test_ranks_that_kept_their_processes_are_counted() -> None:
     again = {"attempt": "0.2", "world_size": 4}
     after = told(
@@ -128,8 +192,8 @@ def test_only_an_evaluation_that_is_better_is_told() -> None:
         evaluated(2000, accuracy=0.4, loss=1.5),
         evaluated(3000, accuracy=0.975, loss=0.125),
     ) == [
-        "evaluated at step 1,000: accuracy 50.00 %, loss 1.25",
-        "evaluated at step 3,000: accuracy 97.50 %, loss 0.125, the best so far",
+        "evaluated at step 1,000: accuracy 50.00%, loss 1.25",
+        "evaluated at step 3,000: accuracy 97.50%, loss 0.125, the best so far",
     ]
     assert told(evaluated(1, loss=2.0), evaluated(2, loss=3.0), evaluated(3, loss=1.0))[1:] == [
         "evaluated at step 3: loss 1, the best so far"
@@ -157,9 +221,8 @@ def test_what_the_supervisor_says_and_does_is_told() -> None:
     ) == [
         "generation 1: a, b; the rendezvous is on a now",
         "c is unreachable: no route to host",
-        "c can be reached again",
+        "c: reached again",
         "c: not started: its disk is full",
-        "c is called into generation 1",
         "the run has failed: rank 1 on a failed first",
     ]
 

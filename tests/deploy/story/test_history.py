@@ -62,8 +62,11 @@ def history(events: list[Event], *, now: float = 0.0, min_nodes: int | None = No
 
 def assert_adds_up(goodput: Goodput) -> None:
     assert set(goodput.lost) == set(CAUSES)
-    assert min(goodput.trained_s, *goodput.lost.values()) >= -1e-6
-    assert goodput.trained_s + sum(goodput.lost.values()) == pytest.approx(goodput.total_s, abs=1e-6)
+    assert min(goodput.trained_s, goodput.untold_s, *goodput.lost.values()) >= -1e-6
+    assert (goodput.untold_s if goodput.is_told else goodput.trained_s) == 0
+    assert goodput.trained_s + goodput.untold_s + sum(goodput.lost.values()) == pytest.approx(
+        goodput.total_s, abs=1e-6
+    )
 
 
 def lost(found: History) -> dict[str, float]:
@@ -130,6 +133,37 @@ def test_a_healthy_run_has_trained_but_for_its_start_and_its_snapshots() -> None
         ("training", 105, 205),
         ("waiting", 205, 206.5),
     ]
+
+
+def plain(name: str, members: list[str], *, at: float) -> list[Event]:
+    """An attempt of a script that writes no progress file."""
+    return [each for each in attempt(name, members, at=at, first=1, last=1) if each.kind != "first-step"]
+
+
+def test_of_a_script_that_tells_no_step_the_goodput_is_not_known() -> None:
+    going = [*start(100), *plain("0.0", NODES, at=103)]
+    found = history(going, now=163)
+    assert (found.state, found.step, found.goodput.share) == ("running", None, None)
+    assert found.goodput.untold_s == pytest.approx(60)
+    assert lost(found) == {"start": 3.0}
+    assert [(span.state, span.start, span.end) for span in found.spans["gpu2"]] == [
+        ("starting", 100, 103),
+        ("running", 103, 163),
+    ]
+    again = [
+        *going,
+        *(said(170, node, "attempt-ended", attempt="0.0", step=None, why="a rank failed") for node in NODES),
+        *plain("0.1", NODES, at=172),
+        *(said(200, node, "attempt-ended", attempt="0.1", step=None, why="done") for node in NODES),
+        *over(203, "succeeded"),
+    ]
+    found = history(again)
+    assert (found.state, found.goodput.share, found.restarts) == ("succeeded", None, 1)
+    assert found.goodput.untold_s == pytest.approx(67 + 28)
+    assert lost(found) == {"start": 3.0, "restart": 2.0, "end": 2.5}
+    assert [span.state for span in found.spans["gpu1"]] == [
+        "starting", "running", "starting", "running", "waiting",
+    ]  # fmt: skip
 
 
 def test_of_a_lost_node_the_silence_the_restart_and_the_redone_steps_are_told_apart() -> None:
@@ -253,9 +287,9 @@ def test_a_run_that_still_waits_is_waiting_until_now() -> None:
 
 
 def test_a_run_without_a_step_has_only_started() -> None:
-    found = history([*start(100), *attempt("0.0", NODES, at=103, first=1, last=1)[:2]], now=110)
+    found = history([*start(100), *attempt("0.0", NODES, at=103, first=1, last=1)[:1]], now=110)
     assert (found.state, found.step, lost(found)) == ("starting", None, {"start": 10.0})
-    assert history([], now=5.0).goodput.share == 0.0
+    assert history([], now=5.0).goodput.share is None
 
 
 def test_a_job_that_tells_no_steps_has_a_history_too() -> None:
@@ -336,7 +370,7 @@ def test_whatever_was_written_down_the_causes_add_up_to_the_runs_time(
 ) -> None:
     found = History.of(events, now=500.0, min_nodes=least)
     assert_adds_up(found.goodput)
-    assert 0 <= found.goodput.share <= 1 + 1e-9
+    assert found.goodput.share is None or 0 <= found.goodput.share <= 1 + 1e-9
     for spans in found.spans.values():
         assert all(span.start < span.end for span in spans)
         assert all(a.end == b.start and a.state != b.state for a, b in itertools.pairwise(spans))

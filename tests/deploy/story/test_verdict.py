@@ -462,6 +462,81 @@ def test_of_a_run_that_goes_on_the_last_failure_is_told_and_none_of_a_good_one()
     assert verdict_of(STARTED, max_restarts=3, state="running", reason="") is None
 
 
+def met(attempt: str, at: float, *members: str) -> list[Event]:
+    return [event("rendezvous", name, at, attempt=attempt, members=list(members)) for name in members]
+
+
+THREE = [event("run-started", None, 0.0), *met("0.0", 1.0, "n1", "n2", "n3")]
+CRASH = [
+    *THREE,
+    event("membership", "n1", 20.0, lost=1, waiting=0, names=["n2"]),
+    # By then n1 has left the round, to meet anew.
+    event("membership", "n3", 20.2, lost=2, waiting=1, names=["n1", "n2"]),
+    failed("n3", 2, 20.1, LOST),
+]
+CUT = [
+    *THREE,
+    event("unreachable", None, 20.4, about="n1"),
+    event("store-lost", "n3", 20.4, why="Failed to recv"),
+    event("store-lost", "n2", 20.5, why="Failed to recv"),
+    *met("1.0", 21.0, "n2", "n3"),
+    event("reached", None, 60.0, about="n1"),
+    # What it has told the whole time, of itself all others were lost.
+    event("membership", "n1", 20.0, lost=2, waiting=0, names=["n2", "n3"]),
+    event("membership", "n2", 61.0, lost=0, waiting=1, names=[]),
+    event("membership", "n3", 61.2, lost=1, waiting=2, names=["n2"]),
+    *met("1.1", 62.0, "n1", "n2", "n3"),
+]
+CAME_BACK = [event("agent-started", "n2", 50.0, pid=9), *met("0.2", 60.0, "n1", "n2", "n3")]
+DRAINED = [
+    *THREE,
+    event("drain", None, 20.0, about="n1", generation=0),
+    event("agent-ended", "n1", 20.1, state="ended"),
+    event("store-lost", "n2", 20.3, why="Broken pipe"),
+    failed("n3", 2, 20.2, LOST),
+    *met("1.0", 21.0, "n2", "n3"),
+]
+OWN = failed("n1", 0, 70.0, BOOM, attempt="0.1")
+
+
+WITHOUT_N2 = met("0.1", 21.0, "n1", "n3")
+IS_SILENT = event("unreachable", None, 23.0, about="n2")
+ECHO = "1 rank on n3 lost its connection to n2"
+ENDED = "1 other rank ended because of it"
+
+
+@pytest.mark.parametrize(
+    ("events", "text", "others", "cause"),
+    [
+        (CRASH, "n2 was lost at TIME, and is not back in the job", ECHO, "node-lost"),
+        ([*CRASH, IS_SILENT, *WITHOUT_N2],
+         "n2 was lost at TIME: it has not been reached since TIME", ECHO, "node-lost"),
+        ([*CRASH, *WITHOUT_N2, *CAME_BACK],
+         "n2 was lost at TIME, and is back in the job since TIME", ECHO, "node-lost"),
+        ([*CRASH, *WITHOUT_N2, OWN], "rank 0 on n1 failed first (exit status 1), in the last of 2 attempts", ENDED, ""),
+        (CUT, "n1 was lost at TIME, and is back in the job since TIME", "", "node-lost"),
+        (CUT[:7], "n1 was lost at TIME: it has not been reached since TIME", "", "node-lost"),
+        (DRAINED, None, "", ""),
+        ([*THREE, event("unreachable", None, 20.0, about="n2")], None, "", ""),
+        ([*THREE, failed("n3", 2, 20.1, LOST)],
+         "the ranks lost each other; rank 2 on n3 was the first to notice (exit status 1)", ENDED, "peer-lost"),
+    ],
+)  # fmt: skip
+def test_of_a_run_that_goes_on_the_nodes_are_lost_that_the_others_have_missed(
+    events: list[Event], text: str | None, others: str, cause: str
+) -> None:
+    found = verdict_of(events, max_restarts=3, state="running", reason="")
+    if text is None:
+        assert found is None
+        return
+    assert found is not None
+    assert re.sub(r"\d\d:\d\d:\d\d", "TIME", found.text) == text
+    assert found.others == others
+    assert (found.cause.name if found.cause else "") == cause
+    assert found.when
+    assert found.is_recovered == (events[-1].kind == "rendezvous")
+
+
 def test_a_nodes_clock_is_taken_out_of_when_it_failed(tmp_path: Path) -> None:
     from nodekit.deploy.records.events import Gatherer, read
 

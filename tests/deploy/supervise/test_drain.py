@@ -11,8 +11,9 @@ import pytest
 from nodekit.deploy.host.schema import NodeStatus, Slow
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.drain import SlowNodes, ask, exclude, refusal
+from nodekit.deploy.supervise.drain import Drained, SlowNodes, ask, exclude, refusal
 from nodekit.deploy.supervise.state import Rules
+from nodekit.inventory.errors import KitError
 
 RULES = Rules(nodes=("a", "b", "c"), min_nodes=2, max_nodes=3)
 
@@ -55,6 +56,38 @@ def test_it_is_on_record_why_kit_itself_has_drained_a_node() -> None:
     assert run.drained_because == {"a": "", "c": "GPU 3: Xid 79"}
     assert "comes back" in ask(run, RULES, "c", undo=True)
     assert run.drained == {"a"}
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "5"], ids=["it cannot be read", "it is empty", "it names no nodes"]
+)
+def test_where_nobody_knows_who_is_drained_nothing_is_forgotten(text: str | None) -> None:
+    run = Run(run_id="r", name="r", inventory_path="x", inventory={}, command=None, created=0.0)
+    run.save()
+    known = Drained(run)
+    assert (known.look(), known.is_known, known.nodes) == ("", True, frozenset())
+    exclude(run, "c", "GPU 3: Xid 79")
+    assert (known.look(), known.line("c"), known.line("a")) == ("", "drained  GPU 3: Xid 79", "")
+    path = run.folder / "drained"
+    path.unlink()
+    path.mkdir() if text is None else path.write_text(text)  # a folder is there, and cannot be read as a file
+
+    for does in (
+        lambda: run.drained,
+        lambda: ask(run, RULES, "b", undo=False),
+        lambda: ask(run, RULES, "c", undo=True),
+        lambda: exclude(run, "b", "GPU 0: Xid 48"),
+    ):
+        with pytest.raises(KitError, match=str(path)) as caught:
+            does()
+        assert caught.value.problem.cure
+    said = known.look()
+    assert said.startswith(f"{path} ")
+    assert said.endswith("; until then the same nodes stay drained")
+    assert (known.look(), known.nodes) == ("", {"c"}), "it is said once"
+    unknown = Drained(run)
+    assert unknown.look().endswith("; until then nothing is started")
+    assert not unknown.is_known
 
 
 def test_of_two_that_drain_at_once_none_is_forgotten_and_enough_nodes_stay(

@@ -403,6 +403,17 @@ def test_the_end_names_who_cannot_be_reached() -> None:
     assert finish == Finish("succeeded", "b cannot be reached; an agent may still run there")
 
 
+def test_a_run_is_not_over_where_nodes_out_of_reach_may_be_training_together() -> None:
+    """Else the next `kit up` would begin a second group beside them."""
+    story = Story(rules=dataclasses.replace(RULES, min_nodes=2)).all_run()
+    (finish,) = story.sees(a=ended("stopped"), **{name: lost(running(*FOUR)) for name in "bcd"})
+    assert (finish.outcome, finish.may_go_on) == ("stopped", ("b", "c", "d"))  # type: ignore[union-attr]
+    story = Story(rules=dataclasses.replace(RULES, min_nodes=2)).all_run()
+    few = {name: lost(running(*FOUR)) for name in "cd"}
+    (finish,) = story.sees(a=ended("failed"), b=ended("stopped"), **few)
+    assert (finish.outcome, finish.may_go_on) == ("failed", ())  # type: ignore[union-attr]
+
+
 def starts_the_lost_rendezvous_host_again() -> Story:
     """On `a` of two nodes, both of which the job needs."""
     story = Story(Rules(nodes=("a", "b"), min_nodes=2, max_nodes=2), ("a", "b")).all_run(("a", "b"))
@@ -527,8 +538,9 @@ def test_a_drained_host_of_the_rendezvous_is_followed_by_another_generation() ->
     story = drain(Story().all_run(), "a")
     assert story.sees(1) == [Drain("a")]
     orphans = {name: agent("orphaned") for name in "bcd"}
-    done = story.sees(1, a=ended("ended"), **orphans)
+    done = story.all(1, a=ended("ended"), **orphans)
     assert {Fence(name, 1) for name in "abcd"} <= set(done)
+    assert Notice("the rendezvous host a is drained: fencing generation 0") in done
     fenced = {name: agent("fenced", fence=1) for name in "bcd"}
     done += story.sees(1, a=ended("ended", fence=1), **fenced)
     assert story.state.generation == 1

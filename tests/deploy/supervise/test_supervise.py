@@ -19,14 +19,16 @@ from fake_nodes import NAMES, Nodes
 
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.ranks.failures import Failure
-from nodekit.deploy.records import events, runs
-from nodekit.deploy.records.runs import SupervisorLock
+from nodekit.deploy.host import files
+from nodekit.deploy.records import events, find_runs, runs
+from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.screen.view import View
 from nodekit.deploy.story.verdict import Told, verdict
-from nodekit.deploy.supervise import policy, supervise
+from nodekit.deploy.supervise import drain, policy, record_writer, supervise
 from nodekit.deploy.supervise.observation import seen_of
 from nodekit.deploy.supervise.state import (
     Action,
+    Exclude,
     Fence,
     Finish,
     Join,
@@ -38,6 +40,7 @@ from nodekit.deploy.supervise.state import (
     Stop,
 )
 from nodekit.deploy.supervise.supervise import Supervisor
+from nodekit.inventory.errors import KitError, NotWritten
 
 DONE = Told(state="succeeded")
 STOPPED = Told(state="stopped")
@@ -114,7 +117,7 @@ def test_a_wait_that_was_given_up_is_a_failure_with_its_reason() -> None:
     why = "waited 60 s for enough nodes: b was lost: its agent is gone without a word"
     assert (found.outcome, found.text) == ("failed", why)
     assert found.cause is not None
-    assert "With nodes: FEWEST:MOST in the inventory the job goes on without it" in found.cause.cure
+    assert "With nodes: MIN:MAX in the inventory the job goes on without it" in found.cause.cure
 
 
 STATUS = {
@@ -261,11 +264,11 @@ def test_however_threads_interleave_nothing_older_is_recorded_and_nothing_is_don
     assert {thread for thread, _ in written} == {threading.current_thread().name}
     generations = [record["generation"] for _, record in written]
     assert generations == sorted(generations)
-    assert generations[-1] == runs.find(None).generation > 0
+    assert generations[-1] == find_runs.find(None).generation > 0
     for (_, before), (_, after) in itertools.pairwise(written):
         assert set(before["nodes"]) <= set(after["nodes"]), "a node that runs is not forgotten"
     assert nodes.of("start")
-    assert {name for name, _ in nodes.of("start")} <= set(runs.find(None).nodes)
+    assert {name for name, _ in nodes.of("start")} <= set(find_runs.find(None).nodes)
 
 
 def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
@@ -292,7 +295,7 @@ def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
         may_end.set()
         until(over.is_set, what="the end of who wanted to start c")
     assert nodes.of("prestart") == []
-    assert "c" not in runs.find(None).nodes
+    assert "c" not in find_runs.find(None).nodes
 
 
 def test_what_is_decided_is_in_the_debug_log_and_what_came_of_it(
@@ -346,7 +349,7 @@ def test_who_only_watched_and_takes_over_gathers_what_it_has_seen_and_goes_on_fr
                 "a", [event_of("agent-started", 10)], clock_offset=0.0
             )
             seventh = dataclasses.replace(generation_after(state), generation=7)
-            record = runs.find(None)
+            record = find_runs.find(None)
             with record.changing():
                 record.generation, record.judgement = 7, seventh.to_dict()
             other.release()
@@ -359,13 +362,13 @@ def test_who_only_watched_and_takes_over_gathers_what_it_has_seen_and_goes_on_fr
     assert found == ["agent-started", "rendezvous", "hang"], "each once"
     assert "supervising now: the one before is gone" in view.said
     assert (generations[4], generations[-1]) == (0, 7)
-    assert runs.find(None).generation == 7
+    assert find_runs.find(None).generation == 7
 
 
 def test_a_full_disk_is_told_once_and_no_generation_is_begun_before_it_is_on_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "RETRY_S", 0.05)
+    monkeypatch.setattr(record_writer, "RETRY_S", 0.05)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "small"))
     with small_disk(tmp_path / "small"):
         nodes = Nodes(tmp_path, monkeypatch)
@@ -395,7 +398,7 @@ def test_a_full_disk_is_told_once_and_no_generation_is_begun_before_it_is_on_rec
             assert not watching.is_alive()
             until(lambda: nodes.of("join"), what="what was decided")
 
-        assert runs.find(None).generation == 1
+        assert find_runs.find(None).generation == 1
         assert len(nodes.of("join")) == 1
         told = [text for text in view.said if "written" in text]
         assert len(told) == 2
@@ -409,10 +412,100 @@ def test_a_full_disk_is_told_once_and_no_generation_is_begun_before_it_is_on_rec
         assert "join" in kinds
 
 
+def test_no_node_is_started_before_it_is_known_who_is_drained_and_what_is_known_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    file = nodes.run.folder / "drained"
+    file.mkdir()  # it is there, and cannot be read
+    drained: list[frozenset[str]] = []
+
+    def decide(state: State, seen: Mapping[str, Observation], now: float, rules: Rules) -> Any:
+        drained.append(rules.drained)
+        match len(drained):
+            case 20:
+                file.rmdir()
+                nodes.run.drain({"d": "GPU 3: Xid 79"})
+            case 40:
+                file.unlink()
+                file.mkdir()
+            case 60:
+                return state, (Finish("succeeded"),)
+        return state, () if "d" in rules.drained else (Start("d", is_new=True),)
+
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, view):
+        monkeypatch.setattr(policy, "decide", decide)
+        supervisor.watch()
+
+    assert drained == [frozenset()] * 20 + [{"d"}] * 40
+    assert nodes.of("prestart") == []
+    told = [text for text in view.said if str(file) in text]
+    assert len(told) == 1
+    assert told[0].endswith("until then nothing is started")
+
+
+def test_the_words_of_who_lost_another_rank_are_not_said_a_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gloo = (
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"
+    )
+    told = {"rank": 0, "world_size": 2, "attempt": "0.0", "exitcode": 1, "when": 1.0, "log": "/l"}
+    failures = [{**told, "error": gloo}, {**told, "rank": 1, "error": "ValueError: boom"}]
+    with supervising(Nodes(tmp_path, monkeypatch), monkeypatch, lambda state, _: (state, [])) as (
+        supervisor,
+        view,
+    ):
+        supervisor._tell("a", {"alive": True, "state": "running", "failures": failures})  # type: ignore[typeddict-item]
+    assert [each for each in view.said if "rank" in each] == [
+        "a: rank 0 ended with exit status 1: it has lost another rank",
+        "a: rank 1 ended with exit status 1: ValueError: boom",
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", [KitError("drained cannot be read: stale"), NotWritten("drained cannot be written: full")]
+)
+def test_a_broken_node_that_could_not_be_drained_is_so_as_soon_as_that_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: KitError
+) -> None:
+    """As often as a disk is tried again, and told once."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    broken = ("c1", "GPU 3: Xid 79")
+    exclude, tried, deadline = drain.exclude, list[float](), time.monotonic() + 20
+
+    def fails_thrice(*args: Any) -> None:
+        tried.append(time.monotonic())
+        if len(tried) <= 3:
+            raise error
+        exclude(*args)
+
+    def decide(state: State, seen: Mapping[str, Observation], now: float, rules: Rules) -> Any:
+        if "c" in rules.drained or time.monotonic() > deadline:
+            return state, (Finish("succeeded"),)
+        known = state.known["c"]
+        if known.excluded == broken:
+            return state, ()
+        known = dataclasses.replace(known, excluded=broken)
+        return dataclasses.replace(state, known={**state.known, "c": known}), (Exclude("c", broken[1]),)
+
+    monkeypatch.setattr(drain, "RETRY_S", 0.3)
+    monkeypatch.setattr(drain, "exclude", fails_thrice)
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, view):
+        monkeypatch.setattr(policy, "decide", decide)
+        supervisor.watch()
+
+    assert nodes.run.drained_because == {"c": broken[1]}
+    assert len(tried) == 4
+    assert min(later - earlier for earlier, later in itertools.pairwise(tried)) >= 0.3
+    assert len([text for text in view.said if str(error) in text]) == 1
+    assert len([text for text in view.said if broken[1] in text]) == 1
+
+
 def test_a_node_whose_plan_finds_no_room_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "RETRY_S", 0.05)
+    monkeypatch.setattr(record_writer, "RETRY_S", 0.05)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "small"))
     with small_disk(tmp_path / "small"):
         nodes = Nodes(tmp_path, monkeypatch)
@@ -427,3 +520,57 @@ def test_a_node_whose_plan_finds_no_room_is_not_started(
 
     assert nodes.of("prestart") == []
     assert any("c: not started" in text and "No space left on device" in text for text in view.said)
+
+
+def test_a_record_that_is_damaged_while_its_run_is_supervised_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    path = nodes.run.folder / "run.json"
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        if number == 5:
+            path.write_bytes(path.read_bytes()[:100])
+        if number < 5:
+            return state, []
+        return (state, [Finish("succeeded")]) if number > 6 else (generation_after(state), [])
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, view):
+        supervisor.watch()
+
+    assert (find_runs.find(None).generation, list(find_runs.find(None).nodes)) == (2, list(nodes.run.nodes))
+    told = [text for text in view.said if "damaged" in text]
+    assert told == [f"{path} was damaged and is written anew; it is kept as {path}.damaged"]
+    assert len(path.with_name("run.json.damaged").read_bytes()) == 100
+
+
+def test_a_record_that_cannot_be_read_is_told_once_and_who_cannot_read_it_does_not_take_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "RETRY_S", 0.05)
+    monkeypatch.setattr(files, "PATIENCE_S", 0.0)
+    nodes = Nodes(tmp_path, monkeypatch)
+    path = nodes.run.folder / "run.json"
+    good = path.with_name("good")
+    other = SupervisorLock(nodes.run)
+    assert other.acquire()
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        if number == 3:
+            path.rename(good)
+            path.symlink_to("run.json")
+            other.release()
+        if number == 10:
+            good.replace(path)
+        if supervisor._acts and not state.generation:
+            return generation_after(state), []
+        return state, [Finish("succeeded")] if state.generation else []
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, view):
+        supervisor.watch()
+
+    told = [text for text in view.said if "run.json" in text]
+    assert len(told) == 1
+    assert told[0].startswith(f"nobody supervises this run: {path} cannot be read: Too many levels of")
+    assert view.said.index(told[0]) < view.said.index("supervising now: the one before is gone")
+    assert find_runs.find(None).generation == 1

@@ -113,7 +113,7 @@ def test_data_beside_the_script_that_is_not_sent_is_told_with_the_lines_that_sen
     folder = project(tmp_path, with_git)
     (said,) = find(list_code(folder), [*TRAIN, "config/small.py"]).said()
     assert said == (
-        "left out: 3 files, 0.0 MB, ignored by .gitignore: `!*.bin`, `!/out/`, `!*.pkl` in .kitignore send them"
+        "left out: 3 files, 3.6 kB, ignored by .gitignore: `!*.bin`, `!/out/`, `!*.pkl` in .kitignore send them"
     )
     (folder / ".kitignore").write_text("!*.bin\n!/out/\n!*.pkl\n")
     assert find(list_code(folder), TRAIN).said() == []
@@ -128,10 +128,10 @@ def test_data_beside_the_script_that_is_not_sent_is_told_with_the_lines_that_sen
     [
         (["tool/run.py"], {}, ""),
         (["tool/run.py"], {"data/chars/train.bin": 120_000_000}, "3 files, 120.0 MB, ignored by .gitignore: `!*"),
-        (["tool/run.py", "--data=data/chars"], {}, "3 files, 0.0 MB, ignored by .gitignore: `!*.bin`, `!*.pkl`, `!"),
-        (["tool/run.py", "data/chars/meta.pkl"], {}, "3 files, 0.0 MB, ignored by .gitignore: `!*.pkl`, "),
-        (["tool/run.py", "--from", "out/last.pt"], {}, "3 files, 0.0 MB, ignored by .gitignore: `!/out/`, "),
-        (["tool/run.py", ".venv/lib"], {}, "4 files, 0.0 MB, ignored by .gitignore: `!.venv/`, "),
+        (["tool/run.py", "--data=data/chars"], {}, "3 files, 3.6 kB, ignored by .gitignore: `!*.bin`, `!*.pkl`, `!"),
+        (["tool/run.py", "data/chars/meta.pkl"], {}, "3 files, 3.6 kB, ignored by .gitignore: `!*.pkl`, "),
+        (["tool/run.py", "--from", "out/last.pt"], {}, "3 files, 3.6 kB, ignored by .gitignore: `!/out/`, "),
+        (["tool/run.py", ".venv/lib"], {}, "4 files, 12.6 kB, ignored by .gitignore: `!.venv/`, "),
         (["tool/run.py", "/data/chars", "../data", "1e-3", "\0"], {}, ""),
         (["-m", "config.small"], {}, ""),
         (["-m", "data.chars.prepare"], {}, "3 files, "),
@@ -229,3 +229,13 @@ def test_a_missing_file_that_is_ignored_here_is_named_as_such(error: str, says: 
     cause = leftout.missed(error, LEFT_OUT, "/w/run/code")
     assert (cause.what.partition(" was not sent")[0] if cause else "") == says
     assert cause is None or cause.cure.startswith(("!*.bin in .kitignore", "!corpus/ in .kitignore"))
+
+
+def test_a_tracked_folder_that_became_a_link_or_a_file_is_sent_as_what_it_is(tmp_path: Path) -> None:
+    folder = project(tmp_path / "code", with_git=True)
+    (folder / "config").rename(folder / "conf")
+    (folder / "config").symlink_to("conf")
+    assert sent(folder) == ["conf/small.py", "config", "data/chars/prepare.py", "train.py"]
+    (folder / "config").unlink()
+    (folder / "config").write_text("a file now")
+    assert sent(folder) == ["conf/small.py", "config", "data/chars/prepare.py", "train.py"]

@@ -1,0 +1,62 @@
+"""Say why a run failed: the first cause, the cure, how to go on.
+
+It is told again from the run's events: which rank on which node failed first, by the clocks' corrected time,
+with its own words; what that did to the others; the known cause and its cure; what the kernel of that node
+said; where the full log is, and the command that goes on.
+
+Of a run that goes on: what it last recovered from, a rank's failure or the loss of a node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from nodekit.deploy.commands import arguments
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    arguments.add_run(command)
+    command.add_argument("--json", action="store_true", help="for programs")
+    arguments.add_ssh(command)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the verdict on a run; the exit status is 0, whatever became of it."""
+    from nodekit.deploy.backend import backend_of
+    from nodekit.deploy.records import find_runs
+    from nodekit.deploy.screen import verdict_screen
+    from nodekit.deploy.story.verdict import verdict_of
+    from nodekit.inventory.load import restore
+
+    run = find_runs.find(args.run_id)
+    record, events = backend_of(run).history(run, arguments.ssh_options(args))
+    limit = restore(run.inventory).job.max_restarts
+    found = verdict_of(events, max_restarts=limit, state=run.state, reason=run.verdict, known=run.cause)
+    if found is not None:
+        record.left_out = record.left_out or run.left_out
+        found = verdict_screen.with_left_out(record, found)
+    if args.json:
+        told = found.to_dict() if found else None
+        resume = verdict_screen.resume_command(run) if run.state == "failed" else ""
+        print(json.dumps({"run_id": run.run_id, "state": run.state, "why": told, "resume": resume}, indent=2))
+    elif found is None:
+        print(f"{run.run_id} is {run.state}, and no rank or node has failed so far")
+    elif run.state == "failed":
+        record.verdict, record.state = run.verdict, run.state
+        print("\n".join(verdict_screen.failed_screen(record, found)))
+    elif not found.when:
+        print(f"{run.run_id} {found.text}" if found.outcome == "succeeded" else f"{run.run_id}: {found.text}")
+    else:
+        ago = time.time() - found.when
+        what = (
+            "what it last recovered from" if found.is_recovered else "what it has not recovered from so far"
+        )
+        print(f"{run.run_id} is {run.state}; {what}, {ago / 60:.0f} min ago:\n")
+        width, height = verdict_screen.terminal()
+        lines = verdict_screen.screen(
+            found, title=run.run_id, run_id=run.run_id, width=width, height=height - 2
+        )
+        print("\n".join(lines))
+    return 0

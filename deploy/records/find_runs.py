@@ -1,0 +1,138 @@
+"""Which run is meant: by its id or the beginning of one, by its inventory, by its sweep; else the latest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nodekit.deploy.records.record_files import Unreadable, folder
+from nodekit.deploy.records.runs import LIVE, Run, on_record
+from nodekit.inventory.errors import KitError
+
+MOST_NAMED = 8
+"""Runs, in an error."""
+
+
+def check_id(run_id: str | None) -> None:
+    """Refuse an empty id, with which every id begins.
+
+    Raises:
+        KitError: it is empty.
+    """
+    if run_id is not None and not run_id.strip():
+        raise KitError("RUN: found an empty id, wanted that of a run", cure="kit runs lists them")
+
+
+def find(run_id: str | None) -> Run:
+    """The run with this id, or an unambiguous beginning of it; without an id the latest, as of `latest_of`.
+
+    Those of a drill or a selftest are the latest only where there are no others.
+
+    Raises:
+        KitError: there is none, or more than one; or its record cannot be read.
+    """
+    check_id(run_id)
+    runs, unreadable = on_record()
+    if run_id is None:
+        for each in unreadable:
+            found, wanted, cure = each.problem
+            raise KitError(
+                f"which run is the latest is not known: {found}", wanted, f"name the run; else {cure}"
+            )
+    if not runs and not unreadable:
+        raise KitError(f"no run on record in {folder()}", cure="start one: kit up INVENTORY")
+    if run_id is None:
+        last = _last(runs)
+        return last if last.sweep else _latest(runs, last.inventory_path) or last
+    both: list[Run | Unreadable] = [*runs, *unreadable]
+    meant = [each for each in both if each.run_id == run_id] or [
+        each for each in both if each.run_id.startswith(run_id)
+    ]
+    if len(meant) == 1:
+        if isinstance(meant[0], Unreadable):
+            raise meant[0].error()
+        return meant[0]
+    named = meant or both
+    ids = ("…, " if len(named) > MOST_NAMED else "") + ", ".join(each.run_id for each in named[-MOST_NAMED:])
+    if meant:
+        raise KitError(f"'{run_id}' begins the ids of {len(meant)} runs: {ids}")
+    raise KitError(f"no run '{run_id}' on record; the latest are {ids}")
+
+
+def _last(runs: Sequence[Run]) -> Run:
+    """The one begun last; of those that kit has started to try something only where there are no others."""
+    return ([run for run in runs if not run.is_tried] or runs)[-1]
+
+
+def latest_of(inventory_path: Path) -> Run | None:
+    """The latest run of an inventory file, the one that is not over before all others; without those of a sweep.
+
+    Raises:
+        KitError: as of `all_of`.
+    """
+    return _latest(all_of(inventory_path), str(inventory_path.resolve()))
+
+
+def all_of(inventory_path: Path) -> list[Run]:
+    """The runs of an inventory file.
+
+    Raises:
+        KitError: a record cannot be read that may be of one of them, which may be going on.
+    """
+    runs, unreadable = on_record()
+    path = str(inventory_path.resolve())
+    for each in unreadable:
+        if each.inventory_path in (None, path):
+            raise each.error()
+    return [run for run in runs if run.inventory_path == path]
+
+
+def _latest(runs: Sequence[Run], inventory_path: str) -> Run | None:
+    own = [run for run in runs if run.inventory_path == inventory_path and not run.sweep]
+    return max(own, key=lambda run: (run.state in LIVE, run.order), default=None)
+
+
+def sweep(run_id: str | None) -> list[Run]:
+    """The runs of the sweep with this id, or an unambiguous beginning of it; without an id of the latest run's.
+
+    Empty where that is not a sweep.
+
+    Raises:
+        KitError: the record of one of them cannot be read.
+    """
+    check_id(run_id)
+    runs, unreadable = on_record()
+    if run_id is None:
+        ids = {_last(runs).sweep} if runs and not unreadable else set()
+    else:
+        ids = {run.sweep or run.run_id for run in runs if run.run_id.startswith(run_id)}
+        ids = ids & {run_id} or ids
+    if len(ids) != 1 or (run_id and not all(each.startswith(run_id) for each in ids)):
+        return []
+    found = [run for run in runs if run.sweep and run.sweep in ids]
+    for each in unreadable:
+        if found and each.is_of(found[0].sweep):
+            raise each.error()
+    return sorted(found, key=lambda run: int(run.run_id.rpartition(".")[2]))
+
+
+def current(inventory_path: Path, command: Sequence[str] | None, *, is_new: bool) -> Run | None:
+    """The run that a `kit up` is about: the inventory's latest, when it runs the same command.
+
+    Raises:
+        KitError: it is not over, and `is_new`, or runs another command.
+    """
+    run = latest_of(inventory_path)
+    if run is None:
+        return None
+    same = (run.command or run.inventory.get("job", {}).get("command")) == (
+        list(command) if command else None
+    )
+    if run.state in LIVE and is_new:
+        raise KitError(f"{run.run_id} of this inventory is not over", cure=f"kit down {run.run_id} stops it")
+    if run.state in LIVE and not same:
+        raise KitError(
+            f"{run.run_id} of this inventory is running another command",
+            cure=f"kit down {run.run_id} stops it; to run both, copy the inventory file",
+        )
+    return run if same and not is_new else None

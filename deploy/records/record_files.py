@@ -1,0 +1,139 @@
+"""The files of the runs' records: where they lie, what is in one, and what is wrong with one that cannot be read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from nodekit.deploy.records.state_folder import runs_folder
+from nodekit.inventory.errors import KitError, NotWritten
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+FILE = "run.json"
+MAX_NUMBER = 1e11  # a time further off, in the year 5138, is none
+OF_A_SWEEP = re.compile(r"(.+)\.(\d+)")
+"""The id of a run of it: the sweep's id, and its place there."""
+
+
+def folder() -> Path:
+    """``$XDG_STATE_HOME/nodekit/runs``."""
+    return runs_folder()
+
+
+@contextlib.contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Raise NotWritten where a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise NotWritten(
+            f"{path} cannot be written: {error.strerror}", cure=f"see to the disk (df {path.parent})"
+        ) from error
+
+
+@contextlib.contextmanager
+def waited_for(path: Path) -> Iterator[IO[str]]:
+    """A file of ours (0600, made if it is not there), locked while in use; whoever else wants it waits."""
+    path.touch(mode=0o600)
+    with path.open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def fields_of(data: bytes | str, record: type[DataclassInstance]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a record, from what its file holds; and those beside them, that only another version knows.
+
+    Raises:
+        ValueError: that is no such record, and why.
+    """
+    try:
+        fields = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"it is damaged ({error})") from error
+    if not isinstance(fields, dict):
+        raise ValueError("it is damaged (it holds no fields)")
+    kinds = _kinds(record)
+    for name in kinds.keys() & fields.keys():
+        if not _is_of(fields[name], kinds[name]):
+            raise ValueError(f"its {name} is not what kit writes there")
+    if lacking := _needed(record) - fields.keys():
+        raise ValueError(f"it has no {', '.join(sorted(lacking))}")
+    known = {name: value for name, value in fields.items() if name in kinds}
+    return known, {name: value for name, value in fields.items() if name not in kinds}
+
+
+@functools.cache
+def _kinds(record: type) -> dict[str, Any]:
+    """Field → its type."""
+    return typing.get_type_hints(record)
+
+
+def _needed(record: type[DataclassInstance]) -> set[str]:
+    """The fields that no such record is without."""
+    none = dataclasses.MISSING
+    return {each.name for each in dataclasses.fields(record) if each.default is each.default_factory is none}
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value that JSON has is of a field's type."""
+    if kind is Any:
+        return True
+    parts = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):
+        return any(_is_of(value, each) for each in parts)
+    if isinstance(value, dict):
+        return typing.get_origin(kind) is dict and all(_is_of(each, parts[1]) for each in value.values())
+    if isinstance(value, list):
+        return typing.get_origin(kind) is list and all(_is_of(each, parts[0]) for each in value)
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < MAX_NUMBER  # not so for nan, either
+    return type(value) is kind
+
+
+class Unreadable(NamedTuple):
+    """A record that is there, and that nobody can read: its run may be going on, and may have snapshots."""
+
+    run_id: str
+    """The name of its folder."""
+    why: str
+    inventory_path: str | None = None
+    """None: not known."""
+
+    @property
+    def problem(self) -> tuple[str, str, str]:
+        """What was found, what was wanted and what to do."""
+        place = folder() / self.run_id
+        cure = f"mend it; or, where you know that {self.run_id} is over and its snapshots are not wanted, move {place} "
+        return f"{place / FILE} cannot be read: {self.why}", "", f"{cure}to another place"
+
+    def error(self) -> KitError:
+        """The same, to be raised by what needs to know this run."""
+        return KitError(*self.problem)
+
+    def is_of(self, sweep_id: str) -> bool:
+        """Whether it is a run of a sweep."""
+        found = OF_A_SWEEP.fullmatch(self.run_id)
+        return found is not None and found[1] == sweep_id
+
+
+def unreadable_record(run_id: str, error: OSError | ValueError, data: bytes = b"") -> Unreadable:
+    """What is known of one; `data`: what its file holds, if that much could be read."""
+    why = str(error.strerror) if isinstance(error, OSError) else str(error)
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        fields = json.loads(data)
+        if fields["run_id"] == run_id and isinstance(fields["inventory_path"], str):
+            return Unreadable(run_id, why, fields["inventory_path"])
+    return Unreadable(run_id, why)

@@ -1,0 +1,83 @@
+"""Writes the run's record for the supervisor, and tells of a disk that is full."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from nodekit.deploy.plan.plan import NodePlan
+from nodekit.deploy.records.events import Gatherer
+from nodekit.deploy.records.record_files import FILE
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.supervise.observer import View
+from nodekit.deploy.supervise.state import State
+from nodekit.inventory.errors import NotWritten
+
+RETRY_S = 1.0
+
+
+class RecordWriter:
+    """Writes the record of a run; a disk that is full is told of once, and once when there is room again."""
+
+    def __init__(self, run: Run, view: View) -> None:
+        self._run = run
+        self._view = view
+        self._problem = ""
+        """Why nothing could be written, since it could be the last time."""
+        self._write_at = 0.0
+        """When to try again."""
+
+    def is_written(self, state: State, gatherer: Gatherer) -> bool:
+        """Whether what was decided is on record: only then it is done, so that who takes over cannot repeat it.
+
+        Args:
+            state: what was decided.
+            gatherer: what could not be added to the run's events is added by it when there is room again.
+        """
+        judgement = state.to_dict()
+        is_known = judgement == self._run.judgement
+        if is_known and not self._problem:
+            return True
+        if self._problem and time.monotonic() < self._write_at:
+            return is_known
+        self._write_at = time.monotonic() + RETRY_S
+        try:
+            with self._run.changing(mends=True) as is_damaged:
+                self._run.generation, self._run.judgement = state.generation, judgement
+        except NotWritten as error:
+            self.cannot_write(str(error))
+            return is_known
+        self._tell_of_mending(is_damaged=is_damaged)
+        if self._problem and gatherer.add():
+            lost = f"; {gatherer.num_lost} events are lost" if gatherer.num_lost else ""
+            self._problem, gatherer.num_lost = "", 0
+            self._view.say(f"{self._run.folder} can be written again{lost}", is_event=True)
+        return True
+
+    def write_plan(self, name: str, node: NodePlan) -> None:
+        """Put what a node runs on record.
+
+        Raises:
+            NotWritten: it cannot be, which is told of.
+        """
+        try:
+            with self._run.changing(mends=True) as is_damaged:
+                self._run.nodes = {**self._run.nodes, name: dataclasses.asdict(node)}
+        except NotWritten as error:
+            self.cannot_write(str(error))
+            raise
+        self._tell_of_mending(is_damaged=is_damaged)
+
+    def cannot_write(self, problem: str) -> None:
+        """Tell why nothing can be written, unless that is known."""
+        if not self._problem:
+            text = f"{problem}; until then the job trains on, but nothing is started in place of what is lost"
+            self._view.say(text, is_event=True)
+            self._problem, self._write_at = problem, time.monotonic() + RETRY_S
+
+    def _tell_of_mending(self, *, is_damaged: bool) -> None:
+        if is_damaged:
+            path = self._run.folder / FILE
+            self._view.say(
+                f"{path} was damaged and is written anew; it is kept as {path}.damaged", is_event=True
+            )

@@ -1,0 +1,167 @@
+"""Reads what a job writes in the shared folder, through the login node: the leader's record, events, statuses, logs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from nodekit.deploy.connect.channel import HostChannel
+from nodekit.deploy.host.files import write_private
+from nodekit.deploy.host.schema import NodeStatus
+from nodekit.deploy.records import events, fetchlogs, record_files, runs
+from nodekit.deploy.records.events import of_node
+from nodekit.deploy.records.fetchlogs import Fetched
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story.causes import BY_SLURM_STATE
+from nodekit.deploy.story.status import status_line
+from nodekit.inventory.errors import HostError, JobFailed, KitError
+from nodekit.slurm.cluster.accounts import usage
+from nodekit.slurm.cluster.jobs import Job, Slurm
+from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, read, remove_private
+
+LOST = "lost"  # the line of a node that the leader counts out
+_TAIL_BYTES = 65536
+_OF_A_RANK = re.compile(r"(\S+):(\d+) +\| (.*)")
+
+
+def leader_folder(run: Run) -> str:
+    """Where the leader has its record of a run."""
+    return f"{run.slurm['run_dir']}/state/nodekit/runs/{run.run_id}"
+
+
+def record_of(run: Run, channel: HostChannel) -> Run | None:
+    """The leader's record of a run; None before it has one."""
+    path = f"{leader_folder(run)}/{record_files.FILE}"
+    text = read(channel, path)
+    try:
+        return runs.parse(text, run.run_id) if text else None
+    except ValueError as error:
+        cure = "see to that file system; kit goes on when the file is mended"
+        raise HostError(channel.host, f"{path} cannot be read: {error}", cure=cure) from error
+
+
+def events_of(run: Run, channel: HostChannel) -> list[str]:
+    """The lines of the leader's events."""
+    parts = of_node(channel, leader_folder(run), timeout_s=LOGIN_TIMEOUT_S)
+    return [line for found in parts for _, _, line in found]
+
+
+def node_statuses(run: Run, channel: HostChannel) -> dict[str, NodeStatus]:
+    """What each node does, as the leader has heard it last."""
+    found: dict[str, NodeStatus] = channel.call(
+        "current_status.statuses", timeout_s=LOGIN_TIMEOUT_S, folder=leader_folder(run)
+    )
+    return found
+
+
+def absent_nodes(run: Run, channel: HostChannel) -> list[str]:
+    """The nodes that the leader of this run's job cannot reach."""
+    told = json.loads(read(channel, f"{run.slurm['run_dir']}/slurm/absent.json") or "{}")
+    return list(told.get("nodes", [])) if told.get("job") == run.slurm["job_id"] else []
+
+
+def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
+    """Write down how a run ended whose job is over; kit's exit status, and whether the leader told how it ended.
+
+    Its secrets are removed, should it have been killed before it could, or cancelled before it began.
+    """
+    forget_secrets(run, channel)
+    result = json.loads(read(channel, f"{run.slurm['run_dir']}/slurm/result.json") or "{}")
+    record = record_of(run, channel)
+    if lines := events_of(run, channel):
+        write_private(str(run.folder / events.FILE), "".join(lines).encode())
+    # A job that Slurm knows no more (MinJobAge) cannot say which was its last attempt.
+    is_last = not job.state or result.get("attempt") == f"{job.job_id}.{job.restarts}"
+    if record is not None and result and is_last and record.state in runs.ENDED:
+        by = run.stopped_by or "scancel"
+        is_cancelled = job.state == "CANCELLED" and record.state == "stopped"
+        run.finish(record.state, f"stopped by {by}" if is_cancelled else record.verdict, record.cause)
+        return int(result["exit"]), True
+    used = usage(Slurm(channel), run.slurm["job_id"])
+    state = job.state or (used.state if used else "")
+    if state.startswith("CANCELLED"):
+        run.finish("stopped", f"stopped by {run.stopped_by or 'scancel'}")
+        return runs.STOPPED_EXIT, True
+    why = f" ({job.reason})" if job.reason else ""
+    known = BY_SLURM_STATE.get(state)
+    text = f"Slurm ended the job: {state.lower() or 'it knows it no more'}{why}"
+    run.finish("failed", text, asdict(known) if known else None)
+    return JobFailed.exit_code, False
+
+
+def forget_secrets(run: Run, channel: HostChannel) -> None:
+    """Remove the secrets that the job of a run, which is over, may have left; said where that fails."""
+    try:
+        remove_private(channel, [run.slurm["run_dir"]], run.slurm.get("private", "").split())
+    except KitError as error:
+        print(f"kit: {error}", file=sys.stderr, flush=True)
+
+
+def fetch_logs(run: Run, channel: HostChannel) -> Fetched:
+    """Copy the logs of a run to this machine.
+
+    Raises:
+        KitError: it has none, or they cannot be written here.
+    """
+    record = record_of(run, channel)
+    if record is None:
+        raise KitError(f"{run.run_id} has not started: {Slurm(channel).job(run.slurm['job_id']).line()}")
+    return fetchlogs.fetch_run(run, dict.fromkeys(record.nodes, channel), record=record)
+
+
+class SharedFolder:
+    """What is new in the shared folder."""
+
+    def __init__(self, run: Run, channel: HostChannel) -> None:
+        self._run = run
+        self._channel = channel
+        self._folder = leader_folder(run)
+        self._events_at: Sequence[Any] = ("", 0)
+        self._offsets: dict[str, int] | None = None
+        self._nodes: list[str] = []
+        self.said: list[str] = []
+        """Of the lines of the last `logs()`, those of the leader itself."""
+
+    def events(self) -> list[events.Event]:
+        """Those of the leader's record since the last call."""
+        found = self._channel.call(
+            "hostfollow.events",
+            timeout_s=LOGIN_TIMEOUT_S,
+            node_dir=self._folder,
+            file=self._events_at[0],
+            offset=self._events_at[1],
+        )
+        if found:
+            self._events_at = found[-1][:2]
+        return events.parse_all(line for _, _, line in found)
+
+    def logs(self) -> list[tuple[str, str, str]]:
+        """Lines of the ranks, as the leader shows them: node, rank, line."""
+        self._offsets, found = self._channel.call(
+            "hostfollow.logs",
+            timeout_s=LOGIN_TIMEOUT_S,
+            node_dir=f"{self._run.slurm['run_dir']}/slurm",
+            offsets=self._offsets,
+            tail_bytes=_TAIL_BYTES if self._offsets is None else None,
+        )
+        lines = [line for _, text in found for line in text.splitlines()]
+        self.said = [line for line in lines if not _OF_A_RANK.fullmatch(line)]
+        return [(told[1], told[2], told[3]) for line in lines if (told := _OF_A_RANK.fullmatch(line))]
+
+    def statuses(self) -> tuple[dict[str, NodeStatus], dict[str, str]]:
+        """Each node's status as the leader has heard it, and its line; none before the leader has a record."""
+        if not self._nodes:
+            record = record_of(self._run, self._channel)
+            self._nodes = list(record.nodes) if record else []
+            if not self._nodes:
+                return {}, {}
+        absent = absent_nodes(self._run, self._channel)
+        heard = node_statuses(self._run, self._channel)
+        found = {name: heard[name] for name in self._nodes if name in heard}
+        lines = {name: status_line(found.get(name, {}), now=time.time()) for name in self._nodes}
+        return found, {**lines, **dict.fromkeys(absent, LOST)}

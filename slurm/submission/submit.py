@@ -1,0 +1,105 @@
+"""Submits jobs through submitit: runs on the login node, reads JSON on stdin, writes JSON on stdout.
+
+``python -m nodekit.slurm.submission.submit``, with {"folder", "run_dirs", "parameters", "max_timeouts", "private",
+"test"}, answers {"job_ids"}: one, or those of an array with a task for each run; or {"problem"} with what Slurm said.
+With {"test": true} it only asks Slurm whether it would take the job; if not, "without" are the parameters of which
+Slurm would take it if that one was not there: so one can tell which is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from nodekit.deploy.host.files import write_private
+from nodekit.deploy.records.secret_files import NOTIFY, RANKS
+from nodekit.slurm.allocation.allocation import Allocated
+
+OWN = ("job_name", "ntasks_per_node", "setup", "signal_delay_s", "srun_args", "stderr_to_stdout")
+"""Parameters that are kit's, or that sbatch does not see."""
+
+
+def submit(
+    folder: str,
+    run_dirs: list[str],
+    parameters: dict[str, Any],
+    max_timeouts: int,
+    private: dict[str, dict[str, str]],
+    test: bool,
+) -> dict[str, Any]:
+    """Submit the jobs of runs, or ask whether they would be taken.
+
+    Here, and not earlier, each run gets its secrets: a file in its folder slurm/ for each of `private`. This process
+    ends with them where a job will remove them, or without them, whatever becomes of kit meanwhile.
+    """
+    if test:
+        return _test(folder, parameters)
+    executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_timeouts)
+    executor.update_parameters(**{"array_parallelism": len(run_dirs), **parameters})  # submitit's own is 256
+    folders = [Path(run_dir, "slurm") for run_dir in run_dirs]
+    try:
+        for each in folders:
+            _remove_secrets(each)  # of a job whose end nobody has looked at
+            for name, values in private.items():
+                write_private(str(each / name), json.dumps(values).encode(), durable=True)
+        jobs = executor.map_array(Allocated(), run_dirs)  # a plain job where there is one run
+        return {"job_ids": [str(job.job_id) for job in jobs]}
+    except BaseException as error:
+        for each in folders:
+            _remove_secrets(each)
+        if isinstance(error, (FailedJobError, FailedSubmissionError)):
+            return {"problem": _words(str(error))}
+        raise
+
+
+def _remove_secrets(folder: Path) -> None:
+    for kind in (RANKS, NOTIFY):
+        for file in folder.glob(f"{kind}-*.json*"):  # half written, too
+            file.unlink(missing_ok=True)
+
+
+def _test(folder: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    problem = _ask(folder, parameters)
+    if not problem:
+        return {}
+    further = parameters.get("additional_parameters", {})
+    fewer = {key: _without(parameters, key) for key in parameters if key != "additional_parameters"}
+    fewer |= {key: {**parameters, "additional_parameters": _without(further, key)} for key in further}
+    without = [key for key, each in fewer.items() if key not in OWN and not _ask(folder, each)]
+    return {"problem": problem, "without": without}
+
+
+def _without(values: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != key}
+
+
+def _ask(folder: str, parameters: dict[str, Any]) -> str:
+    """What Slurm has against a job; "" if nothing."""
+    executor = submitit.SlurmExecutor(folder=folder)
+    executor.update_parameters(**parameters)
+    with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+        file.write(executor._make_submission_file_text("true", "test"))
+        file.flush()
+        done = subprocess.run(["sbatch", "--test-only", file.name], capture_output=True, text=True)
+    return "" if done.returncode == 0 else _words(done.stderr)
+
+
+def _words(text: str) -> str:
+    """What Slurm itself said, of all that is said around it."""
+    marks = ("sbatch: error:", "allocation failure:", "sbatch:")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith(marks)] or lines[-1:]
+    for mark in marks:
+        said = [line.removeprefix(mark).strip() for line in said]
+    return "; ".join(dict.fromkeys(said))
+
+
+if __name__ == "__main__":
+    print(json.dumps(submit(**json.load(sys.stdin))))

@@ -1,0 +1,25 @@
+"""The files of a host: private, and made in folders that are."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nodekit.deploy.host import files
+
+
+def test_a_folder_and_what_is_missing_above_it_are_this_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        files.make_private(tmp_path / "a/b/c")
+        files.make_private(f"{tmp_path}/a/b/c/")
+    finally:
+        os.umask(before)
+    assert [(tmp_path / each).stat().st_mode & 0o777 for each in ("a", "a/b", "a/b/c")] == [0o700] * 3
+
+
+@pytest.mark.parametrize("folder", ["file", "file/x/y", "/proc/none/x"])
+def test_a_folder_that_cannot_be_made_is_an_error(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"File exists|Not a directory|No such file"):
+        files.make_private(tmp_path / folder)

@@ -1,0 +1,217 @@
+"""What `kit up` of a Slurm job leaves on the terminal when its live view is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from typing import Any
+
+import pytest
+
+from nodekit.deploy.commands import cli
+from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.screen.screen import lines
+from nodekit.deploy.screen.view_model import ViewModel
+from nodekit.inventory.load import dump, load_inventory
+from nodekit.slurm import run as runner
+from nodekit.slurm import watch as live
+from nodekit.slurm.cluster.jobs import Job
+
+
+class Folder:
+    """The login node's channel: what lies in the shared folder of a run, which has one node."""
+
+    host = "login"
+    is_lost = False
+
+    def __init__(self, record: dict[str, Any], events: list[dict[str, Any]]) -> None:
+        self.files = {"run.json": record, "result.json": {"exit": 3, "attempt": "7.0"}}
+        self.events = [("1", number, json.dumps(each) + "\n") for number, each in enumerate(events, start=1)]
+
+    def call(self, op: str, **args: Any) -> Any:
+        match op:
+            case "read_file":
+                return json.dumps(self.files.get(args["path"].rpartition("/")[2], {}))
+            case "hostfollow.events":
+                return self.events[args["offset"] :]
+            case "artifacts.list_artifacts":
+                return {
+                    "code": "",
+                    "logs": True,
+                    "snapshots": True,
+                    "curves": False,
+                    "weights": "",
+                    "written": None,
+                }
+            case "execute":
+                return {"status": 1, "out": "", "err": "no accounts"}
+        raise AssertionError(op)
+
+
+class NoScreen:
+    """A live view without a terminal."""
+
+    def __init__(self, *_: object) -> None:
+        """As FullScreen."""
+
+    def __enter__(self) -> NoScreen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is left on the terminal."""
+
+    def see(self, _: object) -> None:
+        """It draws nothing."""
+
+    def keys(self) -> None:
+        """None is pressed."""
+
+
+@pytest.fixture
+def follow() -> Any:
+    """`live._follow` itself, which `folder` replaces."""
+    return live._follow
+
+
+@pytest.fixture
+def folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Folder]:
+    path = tmp_path / "big.yaml"
+    path.write_text(json.dumps({"slurm": {"nodes": 1, "shared_dir": "/shared"}}))
+    inventory = load_inventory(path)
+    slurm = {"job_id": "7", "run_dir": "/shared/runs/big-1", "private": ""}
+    run = Run(
+        run_id="big-1", name="big", inventory_path=str(path), inventory=dump(inventory), command=["train.py"],
+        created=1.0, state="running", started=1.0, slurm=slurm,
+    )  # fmt: skip
+    run.save()
+    node = {
+        "node_dir": "/shared/runs/big-1/n1", "code_dir": "/shared/runs/big-1/code", "node_rank": 0,
+        "argv": ["train.py"], "env": {"NODEKIT_SNAPSHOT_DIR": "/shared/snapshots/big-1"},
+    }  # fmt: skip
+    record = {**vars(run), "nodes": {"n1": node}, "state": "failed", "verdict": "x", "ended": time.time()}
+    failure = {
+        "attempt": "0.0", "rank": 0, "local_rank": 0, "world_size": 1, "exitcode": 1, "when": 5.0,
+        "log": "/l/rank0.log",
+        "error": "Traceback (most recent call last):\n  File \"train.py\", line 1, in f\nValueError: so it is",
+        "kernel": [],
+    }  # fmt: skip
+    told = [
+        {"time": 1.0, "node": None, "kind": "run-started", "nodes": ["n1"]},
+        {"time": 2.0, "node": "n1", "kind": "agent-started"},
+        {"time": 5.1, "node": "n1", "kind": "worker-failed", **failure},
+        {"time": 6.0, "node": "n1", "kind": "agent-ended", "state": "failed"},
+    ]
+    channel = Folder(record, told)
+    monkeypatch.setattr(live, "login", lambda *_: contextlib.nullcontext(channel))
+    monkeypatch.setattr(live, "fits_screen", lambda **_: True)
+    monkeypatch.setattr(live, "FullScreen", NoScreen)
+    monkeypatch.setattr(live, "_follow", lambda *_: Job(job_id="7", state="FAILED", reason="NonZeroExitCode"))
+    monkeypatch.setattr(runner, "usage", lambda *_, **__: None)
+    return run, channel
+
+
+def test_a_live_view_ends_with_the_verdict(
+    folder: tuple[Run, Folder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, channel = folder
+    assert live.watch(run, SshOptions()) == 3
+    said = capsys.readouterr().out
+    assert said.count("big-1 failed: rank 0 on n1 failed (exit status 1)\n") == 1
+    assert "ValueError: so it is\n" in said
+    assert "  full log  n1:/l/rank0.log\n            kit logs big-1 --node n1 --rank 0\n" in said
+    assert "  resume    kit up " in said
+    assert "  snapshots n1:/shared/snapshots/big-1\n" in said
+
+    # Where what the leader says is shown, that has told it.
+    job = Job(job_id="7", state="FAILED")
+    assert runner.conclude(run, channel, job) == 3  # type: ignore[arg-type]  # all that is called
+    assert capsys.readouterr().out == ""
+
+
+def test_a_live_view_of_a_success_ends_with_where_everything_is(
+    folder: tuple[Run, Folder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, channel = folder
+    channel.files["run.json"] |= {
+        "state": "succeeded",
+        "verdict": "trained to the end",
+        "started": 1.0,
+        "ended": 43.0,
+    }
+    channel.files["result.json"]["exit"] = 0
+    del channel.events[2:]
+    ended = {"time": 9.0, "node": "n1", "kind": "agent-ended", "state": "succeeded"}
+    channel.events.append(("1", 3, json.dumps(ended) + "\n"))
+    monkeypatch.setattr(live, "_follow", lambda *_: Job(job_id="7", state="COMPLETED"))
+    assert live.watch(run, SshOptions()) == 0
+    said = capsys.readouterr().out
+    assert said.count("big-1 trained to the end in 42 s\n") == 1
+    assert "  logs       n1:/shared/runs/big-1/n1/logs   (kit logs big-1)\n" in said
+    assert "  snapshots  n1:/shared/snapshots/big-1\n" in said
+
+
+def test_while_a_job_starts_its_live_view_shows_what_the_leader_does(
+    follow: Any, folder: tuple[Run, Folder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Starting:
+        """A job that starts, and runs from the second look on."""
+
+        said = ("connect  1 host  (0.3 s)", "check    torch")
+
+        def __init__(self, *_: object) -> None:
+            self.looks = 0
+
+        def events(self) -> list[Any]:
+            return []
+
+        def logs(self) -> list[Any]:
+            return []
+
+        def statuses(self) -> tuple[dict[str, Any], dict[str, str]]:
+            self.looks += 1
+            if self.looks == 1:
+                return {}, {}
+            self.said = ("n1  running",)
+            return {"n1": {"state": "running"}}, {"n1": "running"}
+
+    class Asked:
+        """Slurm, whose job runs, and has run when it is asked again."""
+
+        states = iter(("RUNNING", "COMPLETED"))
+
+        def __init__(self, *_: object) -> None:
+            """Of any channel."""
+
+        def job(self, _: str) -> Job:
+            return Job(state=next(self.states))
+
+    monkeypatch.setattr(live, "SharedFolder", Starting)
+    monkeypatch.setattr(live, "Slurm", Asked)
+    for name in ("LOOK_S", "LOOK_AT_JOB_S", "TICK_S"):
+        monkeypatch.setattr(live, name, 0.0)
+    run, channel = folder
+    watched = ViewModel(run.run_id, [])
+    title = lines(dataclasses.replace(watched.model(0.0), state="job 7 running"), 100, None)[0].plain
+    assert "0 of 0" not in title
+    follow(run, channel, watched, NoScreen())
+    assert [text for _, text in watched.sentences] == ["connect  1 host  (0.3 s)", "check    torch"]
+
+
+@pytest.mark.parametrize("option", ["--force", "--lost"])
+@pytest.mark.parametrize("sweep", ["", "big-1"])
+def test_what_slurm_decides_by_itself_is_not_taken_as_an_option(
+    option: str, sweep: str, folder: tuple[Run, Folder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = folder
+    if sweep:
+        run.run_id = f"{sweep}.0"
+        run.slurm["sweep"] = sweep
+        run.save()
+    assert cli.main(["down", "big-1", option]) == 1
+    assert f"kit: {option}: Slurm " in capsys.readouterr().err

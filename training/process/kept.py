@@ -1,0 +1,56 @@
+"""What a process keeps of one attempt for the next one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Made(NamedTuple):
+    """Which state it is: ranks whose states are made alike have equal ones."""
+
+    age: tuple[int, int]
+    """(generation, step)."""
+    attempt: str
+    """By a number that the ranks drew together: a step that is done again in another attempt has another rounding."""
+
+
+@dataclass
+class Kept:
+    """The state of a step in the memory of a rank that has lost another, and goes on in the next attempt."""
+
+    state: Any
+    """What a snapshot of the step has."""
+    age: tuple[int, int]
+    """(generation, step)."""
+    save: Callable[[], bool]
+    """Saves it without the other ranks; False if that failed."""
+    attempt: str = ""
+    """As in `Made`."""
+
+    @property
+    def made(self) -> Made:
+        """Which state it is."""
+        return Made(self.age, self.attempt)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the state is still here."""
+        return self.state is not None
+
+    def release(self) -> None:
+        """Let go of the state: what it was loaded into has it now."""
+        self.state = None
+        self.save = _is_released  # it refers to the state as well, and to the attempt that the state is of
+
+
+def _is_released() -> bool:
+    return False
+
+
+class AttemptOver(Exception):
+    """Ends the attempt of a training function that `run_attempts` calls again; let it through."""
+
+    def __init__(self, kept: Kept, why: str) -> None:
+        """``kept`` is for the next attempt."""
+        super().__init__(f"{why}: waiting with step {kept.age[1]} for the next attempt")
+        self.kept = kept

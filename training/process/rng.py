@@ -1,0 +1,60 @@
+"""The random number generators of one rank: python's, numpy's, torch's and the device's."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from nodekit.training.process.devices import module_of
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Seed this rank's generators, each rank's differently."""
+    torch.manual_seed(_seed_others(seed, rank))  # the device's too
+
+
+def seed_step(seed: int, rank: int, step: int, device: torch.device) -> None:
+    """Seed this rank's generators for a step: its numbers depend on nothing that came before.
+
+    So a rank that takes the place of a lost one draws what that one would have drawn. It takes 20 µs; torch.manual_seed
+    alone takes 160.
+    """
+    own = _seed_others(seed, rank, step)
+    torch.default_generator.manual_seed(own)
+    if device.type != "cpu":
+        module_of(device.type).manual_seed(own)
+
+
+def _seed_others(*numbers: int) -> int:
+    """Seed python's and numpy's generators; returns the seed for torch's."""
+    words = np.random.SeedSequence(numbers).generate_state(2, np.uint64)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[0]) % 2**32)
+    return int(words[1]) % 2**63
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The generators' state, of types that ``torch.load(weights_only=True)`` takes."""
+    version, words, gauss_next = random.getstate()  # 625 numbers: one tensor is quicker to copy
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    keys, pos = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+    has_gauss, gauss = numpy_state["has_gauss"], numpy_state["gauss"]
+    return {
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss_next),
+        "numpy": (torch.tensor(keys.tolist(), dtype=torch.int64), int(pos), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "device": module_of(device.type).get_rng_state(device) if device.type != "cpu" else None,
+    }
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """Set the generators to a state of ``capture``."""
+    version, words, gauss_next = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss_next))
+    keys, pos, has_gauss, gauss = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), pos, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None:
+        module_of(device.type).set_rng_state(state["device"], device)

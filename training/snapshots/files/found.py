@@ -1,0 +1,45 @@
+"""What was found in a snapshot folder, and whether training may go on from it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nodekit.training.snapshots.files.manifest import Loaded, NewerKit
+
+
+class NoneLoads(OSError):
+    """There are snapshots, or may be, and none can be loaded: training must not start at step 0 instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found in a snapshot folder."""
+
+    loaded: Loaded | None = None
+    """The newest good one."""
+    problems: tuple[str, ...] = ()
+    """Why newer ones, or all, were skipped."""
+    newer_kit: tuple[tuple[int, int], str] | None = None
+    """The newest one that a newer nodekit wrote: its age, and a message."""
+
+
+def check_loss(found: Iterable[Found], newest: tuple[int, int] | None) -> None:
+    """Make sure that resuming from ``newest``, or from nothing, does not lose a snapshot that can still be read.
+
+    Raises:
+        NewerKit: a newer nodekit wrote a newer one.
+        NoneLoads: none can be loaded, though there is one, or may be.
+    """
+    found = list(found)
+    if unknown := [each.newer_kit for each in found if each.newer_kit]:
+        age, text = max(unknown)
+        if newest is None or age > newest:
+            raise NewerKit(
+                f"{text}: go on with that nodekit, or a newer one; to go on from an older snapshot, or anew, move "
+                "this one to another folder"
+            )
+    if newest is None and (problems := [text for each in found for text in each.problems]):
+        raise NoneLoads(
+            f"no snapshot can be loaded, and training does not begin at step 0 instead: {'; '.join(problems)}. "
+            "Mend the disk or the file server and start again: nothing was removed. To train anew, start a new run "
+            "(kit up --new), or move what is in the folder elsewhere"
+        )

@@ -1,0 +1,245 @@
+"""The manifest of a committed snapshot, and the snapshot as it is loaded."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+
+from nodekit.training.errors import refuse_unsafe
+from nodekit.training.process.kept import Made
+from nodekit.training.snapshots.files.commit import HashingFile
+from nodekit.training.snapshots.hostcopy import map_tensors
+
+MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
+"""Names of manifests."""
+PAYLOAD = re.compile(r"(?P<stem>g(?P<generation>\d{4,})-s\d{9,})-[0-9a-f]{16}\.(?:pt|dcp)", re.ASCII)
+"""Names of payloads: with a hash, since saving a step again must not damage the first one meanwhile.
+
+A whole one is a file, a sharded one a folder (see ``sharded``).
+"""
+
+_FILE = re.compile(rf"{PAYLOAD.pattern}(?:(?<=\.dcp)/(?:__\d+_\d+\.distcp|\.metadata|rest\.pt))?", re.ASCII)
+
+_SMALL_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
+
+
+class Damaged(Exception):
+    """A snapshot does not match its manifest, or the manifest is invalid: reading it again is no use."""
+
+
+class Elsewhere(Exception):
+    """A sharded snapshot is not all in this folder, as it should be: other nodes have the rest."""
+
+
+class NewerKit(ValueError):
+    """A snapshot that a newer nodekit wrote: it is neither loaded nor removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A committed snapshot and its files."""
+
+    generation: int
+    """How often the job had been started again."""
+    step: int
+    """Optimizer steps done."""
+    world_size: int
+    """How many ranks there were."""
+    sha256: dict[str, str]
+    """File name → SHA-256, in hex; files of a sharded one as ``folder/name``."""
+    size_bytes: dict[str, int]
+    """File name → size."""
+    saved_at: str
+    """When, ISO 8601, UTC; for people only."""
+    kept_by: dict[str, list[str]] = field(default_factory=dict)
+    """File name → the nodes that keep it, as text for people; empty where every node's folder has all files."""
+    attempt: str = ""
+    """Which attempt has made the step (`Made`); "" where the ranks have not drawn a number."""
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> "Manifest":
+        """Read the file ``name`` in ``folder``.
+
+        Raises:
+            OSError: it cannot be read, and may be whole.
+            NewerKit: see ``of``.
+            Damaged: it is invalid.
+        """
+        data = (folder / name).read_bytes()
+        try:
+            return cls.of(data.decode(), name)  # here: a flipped bit may leave no text at all
+        except NewerKit:
+            raise
+        except (ValueError, TypeError, AttributeError) as error:
+            raise Damaged(f"its manifest is damaged ({error})") from error
+
+    @classmethod
+    def of(cls, text: str, name: str) -> "Manifest":
+        """Parse the content of the file ``name``.
+
+        Raises:
+            NewerKit: it has keys that this version does not know.
+            ValueError, TypeError, AttributeError: it is damaged.
+        """
+        values = json.loads(text)
+        if unknown := sorted(values.keys() - {each.name for each in fields(cls)}):
+            raise NewerKit(f"a newer nodekit wrote it (unknown: {', '.join(unknown)})")
+        manifest = cls(**values)
+        if manifest.name != name or not all(map(_FILE.fullmatch, manifest.sha256)):
+            raise ValueError(f"it is about {manifest.name} and {manifest.payload}")
+        if manifest.sha256.keys() != manifest.size_bytes.keys():
+            raise ValueError("some files have a size, and others a SHA-256")
+        if not manifest.kept_by.keys() <= manifest.sha256.keys():
+            raise ValueError("it names nodes for files that it lacks")
+        return manifest
+
+    def to_json(self) -> str:
+        """The content of its file; without the nodes or the attempt if there are none, as older versions read it."""
+        values = asdict(self)
+        for name in ("kept_by", "attempt"):
+            if not values[name]:
+                del values[name]
+        return json.dumps(values, indent=1)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """(generation, step): the greater is the newer."""
+        return self.generation, self.step
+
+    @property
+    def made(self) -> Made:
+        """Which state it is."""
+        return Made(self.age, self.attempt)
+
+    @property
+    def stem(self) -> str:
+        """What the names of its files begin with."""
+        return stem_of(self.generation, self.step)
+
+    @property
+    def name(self) -> str:
+        """Its file's name."""
+        return f"{self.stem}.json"
+
+    @property
+    def payload(self) -> str:
+        """The name of the file with the state, or of the folder with its shards."""
+        (name,) = {name.partition("/")[0] for name in self.sha256}
+        return name
+
+    @property
+    def parts(self) -> dict[str, tuple[str, int]]:
+        """Of a sharded one: the names of the files in its folder → SHA-256 and size."""
+        return {
+            name.partition("/")[2]: (sha256, self.size_bytes[name]) for name, sha256 in self.sha256.items()
+        }
+
+    def tell(self, names: Iterable[str]) -> str:
+        """These files of a sharded one, and which nodes keep them."""
+
+        def nodes(name: str) -> str:
+            return f" (kept by {' and '.join(self.kept_by[name])})" if name in self.kept_by else ""
+
+        return ", ".join(f"{name.partition('/')[2]}{nodes(name)}" for name in names)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is a folder."""
+        return self.payload.endswith(".dcp")
+
+
+def verify(folder: Path, manifest: Manifest, name: str) -> None:
+    """Do nothing if the file ``name`` in ``folder`` is as the manifest says.
+
+    Raises:
+        Damaged: it is not.
+        OSError: it cannot be read.
+    """
+    what = name.partition("/")[2] or "its payload"
+    with (folder / name).open("rb") as file:
+        wanted_bytes, size_bytes = manifest.size_bytes[name], os.fstat(file.fileno()).st_size
+        if size_bytes != wanted_bytes:
+            raise Damaged(f"{what} has {size_bytes} bytes of {wanted_bytes}")
+        digest = hashlib.sha256()
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    if digest.hexdigest() != manifest.sha256[name]:
+        raise Damaged(f"{what}'s SHA-256 is another than its manifest's")
+
+
+def verify_parts(folder: Path, manifest: Manifest) -> None:
+    """As ``verify``, for all files of a sharded one.
+
+    Raises:
+        Elsewhere: some are not here, and other nodes keep them.
+    """
+    names = {path.name for path in (folder / manifest.payload).iterdir()} if manifest.kept_by else set()
+    if missing := [name for name in manifest.kept_by if name.partition("/")[2] not in names]:
+        raise Elsewhere(
+            f"this folder has only a part of it, and not {manifest.tell(missing)}: copy the others' "
+            f"{manifest.payload} into this one"
+        )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing takes a core each
+        list(pool.map(partial(verify, folder, manifest), manifest.sha256))
+
+
+def stem_of(generation: int, step: int) -> str:
+    """What the names of a snapshot's files begin with."""
+    return f"g{generation:04d}-s{step:09d}"
+
+
+def age_of(name: str) -> tuple[int, int]:
+    """(generation, step), from the name of a manifest."""
+    generation, step = name.removesuffix(".json").split("-")
+    return int(generation[1:]), int(step[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A snapshot's state, and where it is from."""
+
+    state: Any
+    manifest: Manifest
+    source: str
+    """For people: the file, or which rank sent it."""
+    shards: Path | None = None
+    """The folder with the tensors that ``state`` lacks, with ``leave_shards``."""
+    fetch: Callable[[Collection[str]], None] | None = None
+    """Gets the files of these names that other nodes have into ``shards``; every rank calls it."""
+
+
+def save_payload(state: Any, file: BinaryIO) -> HashingFile:
+    """Write what ``load_payload`` reads, by ``torch.save``; its hash and size.
+
+    Raises:
+        OSError: it cannot be written (torch.save would raise a RuntimeError about something else).
+    """
+    payload = HashingFile(file)
+    torch.save(state, cast(IO[bytes], payload))
+    payload.finish()
+    return payload
+
+
+def load_payload(file: BinaryIO) -> Any:
+    """Load a payload; never runs code from a pickle."""
+    refuse_unsafe(torch.__version__)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def map_payload(path: Path) -> Any:
+    """As ``load_payload``, but large tensors stay in the file, and in memory that the processes of a node share.
+
+    The disk gets the room of a removed file back when no such tensor is left.
+    """
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # Small ones may be kept for long: an optimizer keeps its count of steps as it is loaded.
+    return map_tensors(lambda each: each.clone() if each.nbytes < _SMALL_BYTES else each, state)
