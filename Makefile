@@ -5,12 +5,13 @@
 # Hundreds of Python processes start, and each would compile kit anew where none may write what it has compiled.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=10
 
-.PHONY: help up test quick check bench docs pictures releases releases-venvs
+.PHONY: help up test quick fuzz check bench docs pictures releases releases-venvs
 
 help:
 	@echo "make up     train the shared module on two nodes on this machine, start to end"
 	@echo "make test   lint, types and all tests (root: they start hosts in network namespaces)"
 	@echo "make quick  the same without the tests that start hosts or jobs: the loop while you work"
+	@echo "make fuzz   the tests that draw their examples (simulated clusters, hostfiles, damaged snapshots), with new ones"
 	@echo "make bench  time kit against torchrun, DeepSpeed, torchrunx, ft_launcher and rsync (root; about an hour)"
 	@echo "make check  ruff and mypy alone"
 	@echo "make releases-venvs  install torch releases one after the other, and run the agent's tests with each"
@@ -28,6 +29,10 @@ test: check
 
 quick: check
 	@$(PYTEST) -n 3 -m "not lab and not slow"
+
+fuzz:
+	@.ci/setup dev
+	@$(PYTEST) -n 3 -m hypothesis --hypothesis-profile fuzz
 
 check:
 	@.ci/setup dev

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import warm_agents
 import warm_python
+from hypothesis import HealthCheck, settings
 
 from nodekit.deploy.agent.ranks import forkserver
 
@@ -21,6 +22,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # In the background of a shell script, these tests and all that they start would ignore Ctrl-C, which they are to hear.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Hypothesis draws the same examples in each run, so that a run that fails tells of a change; `make fuzz` draws others.
+# How long an example takes, and how it is drawn, is not what these tests are about.
+settings.register_profile(
+    "fuzz", deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True
+)
+settings.register_profile("same", settings.get_profile("fuzz"), derandomize=True)
+settings.load_profile("same")
 
 pytest_plugins = ["agents", "fake_nvml", "kit_runs", "lab_hosts", "slurm_runs", "sshd"]
 

@@ -501,7 +501,7 @@ def loaded(text: str, folder: Path) -> Inventory:
 
 
 @pytest.mark.parametrize("kind", list(READERS))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_no_text_makes_an_importer_crash_or_name_what_is_no_host(kind: str, data: st.DataObject) -> None:
     read, files = READERS[kind]
@@ -541,7 +541,7 @@ def test_a_host_that_is_called_as_a_folder_of_kits_gets_another_name(name: str, 
     assert (first.name, first.address, second.name) == (f"host-{name}", name, "gpu1")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     text=TEXTS | damaged([recorded("scontrol-nodes-gpus.txt"), recorded("scontrol-nodes-lab.txt")]),
     default=st.none() | st.text(max_size=4),
@@ -557,7 +557,7 @@ def test_no_output_of_scontrol_makes_it_crash(text: str, default: str | None) ->
     assert only_ours(made.text) <= {"name", "slurm", ""}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TEXTS, problem=TEXTS, model=TEXTS, nic=TEXTS, path=TEXTS, notes=st.lists(TEXTS, max_size=3))
 def test_nothing_that_a_host_or_a_file_says_adds_a_line(
     text: str, problem: str, model: str, nic: str, path: str, notes: list[str]

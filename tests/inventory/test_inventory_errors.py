@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nodekit.inventory.errors import InventoryError
@@ -493,7 +493,7 @@ MARKS = "ab:-?[]{},&*!|>'\"%@#~<=. \n\t\\0149\x00\x85\u2028é"
 JUNK = st.text(alphabet=st.sampled_from(MARKS)) | st.text()
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400)
 @given(text=JUNK | FILES.map(lambda data: yaml.dump(data, allow_unicode=True)) | FILES.map(json.dumps))
 @example(text="a: !<")
 @example(text="hosts: {a: {<<: [1]}}")

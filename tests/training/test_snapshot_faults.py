@@ -24,7 +24,7 @@ from unittest import mock
 import pytest
 import torch
 from failing_disk import ERRORS, KILL, TORN, Disk, Fault, Killed
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -314,15 +314,7 @@ def quiet() -> Iterator[None]:
 
 def histories(number: int, steps: int) -> settings:
     """So many, and how to see one again."""
-    return settings(
-        max_examples=number,
-        stateful_step_count=steps,
-        deadline=None,
-        print_blob=True,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
+    return settings(max_examples=number, stateful_step_count=steps, phases=[Phase.generate, Phase.shrink])
 
 
 @pytest.mark.slow

@@ -310,7 +310,7 @@ pauses = st.lists(st.floats(0.0, 1.0), max_size=8)
 
 
 @given(pauses, st.integers(1, 4), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_progress_within_the_limit_is_never_suspected_and_its_end_always(fractions, num_ranks, only_touches):
     watch = Watch(floor_s=30, factor=2)
     job = Job(watch)

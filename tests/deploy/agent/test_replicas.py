@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodekit.deploy.agent import agent_wire
@@ -1323,11 +1323,7 @@ def play(root: Path, num_nodes: int, copies: int, steps: list[tuple[str, int, st
             node.die()
 
 
-@settings(
-    max_examples=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=30)
 @given(st.integers(3, 5), st.integers(2, 3), st.lists(STEPS, min_size=4, max_size=25))
 def test_whatever_happens_members_agree_and_what_was_kept_is_there(
     tmp_path_factory: pytest.TempPathFactory, num_nodes: int, copies: int, steps: list[tuple[str, int, str]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from nodekit.deploy.connect import sshconfig
@@ -74,16 +74,7 @@ def nasty() -> st.SearchStrategy[str]:
 
 # One start of Ansible is a second, however many hosts there are.
 @pytest.mark.slow
-@settings(
-    max_examples=2,
-    deadline=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-    ],
-)
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
 @given(
     texts=st.lists(nasty(), min_size=30, max_size=30),
     names=st.lists(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from free_ports import free_port
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from test_plan import gpus_there
 
@@ -317,7 +317,7 @@ def test_deepspeed_is_not_given_a_folder_that_only_one_host_has(tmp_path: Path) 
     assert "--name=big lab-1" in text_of(export_formats.deepspeed(planned(same), same), "run.sh")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     values=st.lists(st.text("ab \t'\"$`\\\\%!~=;&|<>(){}*?#\r\n\x01üé\u2028\udcff", max_size=8), max_size=4)
 )
@@ -453,7 +453,7 @@ NAMES = st.sampled_from(TRAPS) | st.text(
 ).filter(lambda name: not name[0].isdigit())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     argv=st.lists(TEXT, max_size=6),
     start=st.sampled_from([("train.py",), ("-m", "pkg.mod"), ("python", "-c"), ("it's $x.py",)])

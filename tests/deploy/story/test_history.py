@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodekit.deploy.records.events import Event
@@ -363,7 +363,7 @@ _EVENT = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400)
 @given(st.lists(_EVENT, max_size=40), st.one_of(st.none(), st.integers(1, 3)))
 def test_whatever_was_written_down_the_causes_add_up_to_the_runs_time(
     events: list[Event], least: int | None

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from places import TESTS
 from simulation import Simulation
@@ -30,9 +30,7 @@ def simulate(seed: int, num_nodes: int, faults_s: float | None = None) -> Simula
         decided += simulation.decisions
 
 
-@settings(
-    max_examples=130, deadline=None, print_blob=True, database=None, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=130)
 @given(seed=st.integers(0, 1 << 40), num_nodes=st.integers(3, 8))
 @example(seed=18823, num_nodes=6)  # a new supervisor sees but the node that was replaced
 @example(seed=877, num_nodes=3)  # a node's pause begins when the supervisor sees again, after the last fault
