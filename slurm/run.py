@@ -26,7 +26,7 @@ from nodekit.inventory.load import dump, restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import metrics
 from nodekit.slurm.cluster.accounts import usage
-from nodekit.slurm.cluster.jobs import Job, Slurm
+from nodekit.slurm.cluster.jobs import Job, Slurm, Watched
 from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, login
 from nodekit.slurm.cluster.shared_folder import fetch_logs, forget_secrets, record_end, record_of
 from nodekit.slurm.submission.prepare import Ready, prepare
@@ -121,17 +121,18 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
     ):
         slurm, job_id = Slurm(channel), run.slurm["job_id"]
         shown = _Shown(channel, run, tail_bytes, quiet=options.quiet)
+        watched = Watched(slurm, job_id)
         try:
             line = ""
             looked_at = -LOOK_S
             while True:
                 shown.more()
                 if time.monotonic() - looked_at >= LOOK_S:
-                    job, looked_at = slurm.job(job_id), time.monotonic()
-                    if (now := job.line()) != line:
-                        print(f"job {job_id} {now}", flush=True)
-                        line = now
-                    if job.is_over:
+                    is_over, looked_at = watched.look(), time.monotonic()
+                    if watched.line != line:
+                        line = watched.line
+                        print(f"job {job_id} {line}", flush=True)
+                    if is_over:
                         break
                 time.sleep(POLL_S)
             while shown.more(final=True):
@@ -150,7 +151,7 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
             print(f"{run.run_id} is stopped; {resume_command(run)} goes on with it", flush=True)
             bring_logs(run, channel)
             return runs.STOPPED_EXIT
-        return conclude(run, channel, job)
+        return conclude(run, channel, watched.job)
 
 
 class _Shown:
@@ -181,10 +182,11 @@ class _Shown:
 
 def _cancel(slurm: Slurm, job_id: str) -> bool:
     """Cancel a job and wait until it is over; whether it is."""
-    slurm.cancel(job_id)
+    is_taken, watched = False, Watched(slurm, job_id)
     deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline:
-        if slurm.job(job_id).is_over:
+        is_taken = is_taken or slurm.cancel(job_id)
+        if watched.look():
             return True
         time.sleep(POLL_S)
     return False

@@ -26,7 +26,7 @@ from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import run as runner
-from nodekit.slurm.cluster.jobs import Job, Slurm, indexes
+from nodekit.slurm.cluster.jobs import Job, Slurm, Unanswered, indexes
 from nodekit.slurm.cluster.login import login, read, settings_of
 from nodekit.slurm.cluster.shared_folder import node_statuses, record_end, record_of
 from nodekit.slurm.submission.prepare import dry_run, prepare
@@ -203,9 +203,18 @@ def watch(members: list[Run], options: Options) -> int:
     """Tell how each run of a sweep goes until all are over, and show them; Ctrl-C cancels them. The exit status."""
     with login(restore(members[0].inventory), options.ssh) as channel, sigterm_interrupts():
         told: dict[str, str] = {}
+        silence = ""
         try:
             while live := _live(members):
-                jobs = _jobs(Slurm(channel), live)
+                try:
+                    jobs = _jobs(Slurm(channel), live)
+                except Unanswered as error:  # their jobs run on
+                    if silence != str(error):
+                        silence = str(error)
+                        print(f"Slurm does not answer and is asked again ({silence})", flush=True)
+                    time.sleep(LOOK_S)
+                    continue
+                silence = ""
                 _record_ends(channel, live, jobs)
                 for run in live:
                     line = (
@@ -242,18 +251,21 @@ def _stop(channel: HostChannel, members: list[Run], by: str) -> None:
     for run in live:
         run.say_stop(by)
     print(f"cancelling {sweep_id}, {count(len(live), 'run')}", flush=True)
-    for job_id in _arrays(live):
-        slurm.cancel(job_id)
+    to_cancel = set(_arrays(live))
     deadline = time.monotonic() + runner.STOP_S
-    while not all(job.is_over for job in _jobs(slurm, live).values()):
+    while True:
+        to_cancel = {job_id for job_id in to_cancel if not slurm.cancel(job_id)}
+        with contextlib.suppress(Unanswered):
+            jobs = _jobs(slurm, live)
+            if all(job.is_over for job in jobs.values()):
+                break
         if time.monotonic() > deadline:
-            jobs = ",".join(_arrays(live))
             raise KitError(
                 f"{sweep_id} is still there {runner.STOP_S:.0f} s after scancel",
-                cure=f"see squeue --job {jobs}",
+                cure=f"see squeue --job {','.join(_arrays(live))}",
             )
         time.sleep(runner.POLL_S)
-    _record_ends(channel, live, _jobs(slurm, live))
+    _record_ends(channel, live, jobs)
     print(f"{sweep_id} is stopped", flush=True)
 
 

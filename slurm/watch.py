@@ -18,7 +18,7 @@ from nodekit.deploy.supervise.observer import Left, StopAsked
 from nodekit.inventory.load import restore
 from nodekit.slurm import metrics
 from nodekit.slurm import run as runner
-from nodekit.slurm.cluster.jobs import Job, Slurm
+from nodekit.slurm.cluster.jobs import Job, Slurm, Watched
 from nodekit.slurm.cluster.login import login
 from nodekit.slurm.cluster.shared_folder import SharedFolder
 
@@ -91,7 +91,7 @@ def _print(run: Run, options: SshOptions) -> int:
 def _follow(run: Run, channel: HostChannel, watched: ViewModel, view: FullScreen) -> Job:
     """Until the job is over; how it is then."""
     source = SharedFolder(run, channel)
-    slurm = Slurm(channel)
+    job = Watched(Slurm(channel), run.slurm["job_id"])
     looked_at, asked_at = -LOOK_S, -LOOK_AT_JOB_S
     statuses: dict[str, NodeStatus] = {}
     while True:
@@ -108,12 +108,12 @@ def _follow(run: Run, channel: HostChannel, watched: ViewModel, view: FullScreen
             watched.lines(lines)
         if now - asked_at >= LOOK_AT_JOB_S:
             asked_at = now
-            job = slurm.job(run.slurm["job_id"])
-            watched.queued = f"job {run.slurm['job_id']} {job.line()}"
-            if job.is_over:
+            is_over = job.look()
+            watched.queued = f"job {run.slurm['job_id']} {job.line}"
+            if is_over:
                 for event in source.events():
                     watched.event(event)
-                return job
+                return job.job
         view.see(statuses)
         view.keys()
         time.sleep(TICK_S)

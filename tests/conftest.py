@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,9 +121,16 @@ def nothing_left_running() -> Iterator[None]:
     yield
     warm_python.stop()
     warm_agents.stop()
-    left = {}
+    deadline = time.monotonic() + 30  # what was killed just now needs a moment to end
+    while (left := _processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"still running at the end of the session: {left}"
+
+
+def _processes_with(mark: str) -> dict[int, str]:
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if int(folder.name) != os.getpid() and mark.encode() in (folder / "environ").read_bytes():
-                left[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    assert not left, f"still running at the end of the session: {left}"
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,20 +42,21 @@ def held_task(hold: str, *, held_s: float, step_s: float = 0) -> str:
         held_s: how long, if nothing is in it.
         step_s: how long a step waits without the file.
     """
-    # What is to be seen meanwhile takes longer on a busy machine; no story waits for more than the first 40 steps.
+    # What is to be seen meanwhile takes longer on a busy machine; no story waits for more than 40 steps at one pace.
     return f"""
 import os, time
 from torch import nn
 from nodekit.training.tasks.digits import Digits
 class Task(Digits):
-    held = 0
+    held, pace = 0, None
     def model(self):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     def loss(self, model, batch):
         try:
             with open({hold}) as file:
-                step_s = float(file.read() or {held_s})
-            self.held += 1
+                pace = file.read()
+            self.held, self.pace = self.held + 1 if pace == self.pace else 1, pace
+            step_s = float(pace or {held_s})
             time.sleep(step_s if self.held < 40 else 5 * step_s)
         except FileNotFoundError:
             time.sleep({step_s})
@@ -124,6 +126,8 @@ class Kit:
         return self.log_path.read_text()
 
     def wait_for(self, text: str, *, timeout_s: float = 60) -> None:
+        """Until kit says so; nobody gives it less than a minute, which a busy machine needs for what takes seconds."""
+
         def there() -> bool:
             return text in self.log()
 
@@ -135,7 +139,26 @@ class Kit:
     def leftovers(self) -> dict[str, dict[int, str]]:
         """What kit left on each host: a process that carries its name or the job's, a port that is listened at."""
         assert self.lab is not None
-        found = {
+        found = self._processes()
+        # Who was killed needs a moment to end: looks are counted, and no seconds, for the machine may stand still.
+        for _ in range(40):
+            if not any(found.values()):
+                break
+            time.sleep(0.05)
+            found = self._processes()
+        if not any(found.values()):
+            # A connection's far end closes its ports a moment later: 3 s, as it once was, are less than a stall.
+            with contextlib.suppress(AssertionError):
+                until(lambda: not any(self._ports(host) for host in self.lab.hosts), timeout_s=30)
+        return {
+            host: {**processes, **dict.fromkeys(self._ports(host), "listens")}
+            for host, processes in found.items()
+            if processes or self._ports(host)
+        }
+
+    def _processes(self) -> dict[str, dict[int, str]]:
+        assert self.lab is not None
+        return {
             host: {
                 pid: " ".join(argv)
                 for pid, argv in self.lab.processes(host).items()
@@ -144,13 +167,6 @@ class Kit:
                 )
             }
             for host in self.lab.hosts
-        }
-        with contextlib.suppress(AssertionError):  # a connection's far end closes its ports a moment later
-            until(lambda: not any(self._ports(host) for host in self.lab.hosts), timeout_s=3)
-        return {
-            host: {**processes, **dict.fromkeys(self._ports(host), "listens")}
-            for host, processes in found.items()
-            if processes or self._ports(host)
         }
 
     def _ports(self, host: str) -> set[int]:

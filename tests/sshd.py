@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from free_ports import free_port
 
-_READY_WITHIN_S = 10.0
+_READY_WITHIN_S = 60.0
+"""10 s, as it once was, are little more than a machine stands still whose processors somebody else has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ SetEnv HOME={own_home} {environment}
     for server in started:
         server.process.terminate()
     for server in started:
-        server.process.wait(10)
+        server.process.wait(60)
 
 
 def learn(home: Path, line: str) -> None:

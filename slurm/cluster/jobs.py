@@ -49,6 +49,10 @@ class Job:
         return f"{(self.state or 'gone').lower()}{where}{why}{again}"
 
 
+class Unanswered(KitError):
+    """Slurm's controller does not answer, as while it is restarted; its jobs run on."""
+
+
 class Slurm:
     """Slurm's commands on one host."""
 
@@ -77,14 +81,23 @@ class Slurm:
         return next(iter(self.jobs(job_id).values()), Job(state=""))
 
     def jobs(self, job_id: str) -> dict[str, Job]:
-        """What it knows of a job now: its id → it; of an array, all tasks; {} where it knows it no more."""
-        status, out, err = self.run("scontrol", "show", "job", "--oneliner", job_id)
+        """What it knows of a job now: its id → it; of an array, all tasks; {} where it knows it no more.
+
+        Raises:
+            Unanswered: it does not say.
+        """
+        try:
+            status, out, err = self.run("scontrol", "show", "job", "--oneliner", job_id)
+        except RemoteError as error:
+            if error.type == "TimeoutExpired":
+                raise Unanswered(f"{self._channel.host}: {error.problem.found}") from error
+            raise
         if status == 0:
             return parse_jobs(out)
         # The first is for a number that is nobody's, the second for an index that the array does not have.
         if "Invalid job id" in err or re.search(r"^Job \S+ not found", out + err, re.MULTILINE):
             return {}
-        raise KitError(f"{self._channel.host}: scontrol show job {job_id}: {(err or out).strip()}")
+        raise Unanswered(f"{self._channel.host}: scontrol show job {job_id}: {(err or out).strip()}")
 
     def partitions(self) -> dict[str, dict[str, str]]:
         """Name → what scontrol shows of it; the default one is first."""
@@ -95,9 +108,32 @@ class Slurm:
         found.sort(key=lambda each: each.get("Default") != "YES")
         return {each["PartitionName"]: each for each in found}
 
-    def cancel(self, job_id: str) -> None:
-        """Cancel a job; nothing where it is over."""
-        self.run("scancel", job_id)
+    def cancel(self, job_id: str) -> bool:
+        """Cancel a job; nothing where it is over. Whether Slurm has taken it."""
+        status, _, _ = self.run("scancel", job_id)
+        return status == 0
+
+
+class Watched:
+    """A job that is asked for again and again, also while Slurm's controller is away."""
+
+    def __init__(self, slurm: Slurm, job_id: str) -> None:
+        """It is not asked for yet."""
+        self._slurm, self._job_id = slurm, job_id
+        self.job = Job(state="UNKNOWN")
+        """As Slurm last knew it."""
+        self.line = ""
+        """For people, as `Job.line`, or that Slurm does not answer."""
+
+    def look(self) -> bool:
+        """Ask once more; whether the job is over."""
+        try:
+            self.job = self._slurm.job(self._job_id)
+        except Unanswered as error:
+            self.line = f"goes on, as far as is known; Slurm does not answer and is asked again ({error})"
+            return False
+        self.line = self.job.line()
+        return self.job.is_over
 
 
 def parse_jobs(text: str) -> dict[str, Job]:

@@ -200,7 +200,11 @@ def test_every_program_that_is_shown_is_python(page: str) -> None:
 @pytest.mark.slow
 def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     python, environ = warm_python.program(), {**os.environ, **warm_python.environment()}
-    (tmp_path / "train.py").write_text(titled("docs/snapshots.md", "train.py"))
+    # All steps take half a second: slower while a file is there, so that the job is not over before it is signalled.
+    page, before = titled("docs/snapshots.md", "train.py"), "                step += 1\n"
+    assert page.count(before) == 1
+    held = "                __import__('time').sleep(0.05 * __import__('os').path.exists('hold'))\n"
+    (tmp_path / "train.py").write_text(page.replace(before, before + held))
 
     def trained(folder: str, *argv: str) -> str:
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -219,6 +223,7 @@ def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(tmp_path: P
     unbroken = re.search(r"trained 192 steps, loss (\d+\.\d+) ", trained("unbroken"))
     assert unbroken
     (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/hold").touch()
     progress = tmp_path / "broken/progress"
 
     def told() -> int:
@@ -261,6 +266,7 @@ def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(tmp_path: P
         there = processes_of(f"NODEKIT_PROGRESS_FILE={progress}")
         os.kill(max(pid for pid, argv in there.items() if argv.endswith("-u ../train.py ")), signal.SIGKILL)
         killed_at = told()
+        (tmp_path / "broken/hold").unlink()
         said, _ = process.communicate(timeout=120)
     again = re.match(r"goes on at step (\d+) from ", said)
     assert again

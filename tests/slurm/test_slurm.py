@@ -7,12 +7,13 @@ result, and (by the `site` fixture) that no job, no process and no listening por
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import signal
-import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +26,7 @@ import pytest
 import submitit
 import yaml
 from agents import until
+from free_ports import free_port
 from kit_runs import RUN_ID
 from packages import make_wheel
 from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
@@ -34,7 +36,8 @@ from nodekit.deploy.connect.channel import on_all
 from nodekit.deploy.records import record_files
 from nodekit.slurm.allocation import allocation, handshake, requeue
 
-pytestmark = pytest.mark.lab
+# Slurm's own pauses are a minute in some of these stories, and a busy machine takes long for the rest: 300 s are few.
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +65,17 @@ def test_a_job_from_the_queue_to_its_end(site: Site, unbroken: dict[int, float])
     whole.wait_for(STARTED)
     followed = site.folder / "followed"
     following = site.start(followed, "logs", "-f", whole.run_id)
+    whole.wait_for(" running on node[1-3]")  # Slurm is asked every other second, and may say so after rank 0
     assert re.search(r"job \d+ running on node\[1-3\]", whole.said())
     assert whole.job()["TimeLimit"] == "04:00:00", "the partition's, where none was asked for"
+    with site.without_controller():
+        whole.wait_for("Slurm does not answer and is asked again")
+    node3 = r"node3 +running +rank 2 of 3"
+    until(lambda: re.search(node3, site.kit("status", whole.run_id).stdout), what="word of node3")
     status = site.kit("status", whole.run_id)
     assert status.returncode == 0
     assert re.search(r"job \d+ running on node\[1-3\]", status.stdout), status.stdout
-    assert re.search(r"node3 +running +rank 2 of 3", status.stdout), status.stdout
+    assert re.search(node3, status.stdout), status.stdout
     for host, also in (
         ("node1", {listeners.STORE, listeners.KEEPALIVES, listeners.RANKS_STORE, listeners.LEADER}),
         ("node3", set()),
@@ -105,9 +113,7 @@ def test_a_job_is_told_of_brought_here_shown_and_removed(site: Site, tmp_path: P
     tell = ["sh", "-c", 'cat >> "$1"; echo >> "$1"', "tell", str(told)]  # on the leader's node, in the job
     run = Story(site, "seen", nodes=2)
     site.inventory("seen", TRAIN, {"nodes": 2}, logs={"fetch": True}, notify={"command": tell})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     refused = site.kit("up", run.file, "-d", "--metrics-port", str(port))
     assert (refused.returncode, "under Slurm nothing of kit stays on this machine" in refused.stderr) == (
         1,
@@ -147,13 +153,19 @@ def test_a_job_is_told_of_brought_here_shown_and_removed(site: Site, tmp_path: P
         lambda: re.search(r"http://127\.0\.0\.1:\d+/", log.read_text()), timeout_s=90, what="a board"
     )[0]
     asked = f"{url}data/plugin/scalars/scalars?run={run_id}&tag=train/loss"
-    curve = until(lambda: _answer(asked), timeout_s=60, what=f"a curve at {url}")
     (drawn,) = run.run_dir.glob("*/output/tensorboard")
     lines = [json.loads(line) for line in (drawn.parent / "metrics.jsonl").read_text().splitlines()]
+
+    def whole() -> Any:
+        """The curve, once TensorBoard has read all of it: it shows what it has read so far."""
+        found = _answer(asked)
+        return found if found and len(found) >= len(points(lines)) else None
+
+    curve = until(whole, timeout_s=60, what=f"a whole curve at {url}")
     assert [step for _, step, _ in curve] == points(lines)
     assert (curve[0][1], curve[-1][1]) == (1, STEPS)
     board.send_signal(signal.SIGINT)
-    assert board.wait(30) == 0, log.read_text()
+    assert board.wait(60) == 0, log.read_text()
 
     folder = site.shared / "runs" / run_id
     assert folder.is_dir()
@@ -179,8 +191,11 @@ def test_a_secret_is_nowhere_but_in_the_ranks_environment(
     site.python = sys.executable  # Slurm is to see, and signal, all processes of the job
     secret = "s3cr3t-of-the-ranks"
     monkeypatch.setenv("KIT_SECRET", secret)
-    script = "import os, time\nprint(len(os.environ['KIT_SECRET']), 'letters', flush=True)\ntime.sleep(4)\n"
+    script = "import os, time\nprint(len(os.environ['KIT_SECRET']), 'letters', flush=True)\n"
+    # Until all is looked through: of a few seconds, a stall of the machine may take all.
+    script += "while os.path.exists(os.environ['HOLD']): time.sleep(0.1)\n"
     (site.folder / "tell.py").write_text(script)
+    site.hold("secret").touch()
     path = site.inventory("secret", ["tell.py"], {"nodes": 1})
     values = yaml.safe_load(path.read_text())
     values["job"]["secrets"] = ["KIT_SECRET"]
@@ -190,16 +205,20 @@ def test_a_secret_is_nowhere_but_in_the_ranks_environment(
     assert kept.stat().st_mode & 0o777 == 0o600
     until(lambda: f"{len(secret)} letters" in (site.folder.parent / "secret.log").read_text(), timeout_s=60)
     folders = (site.shared, *(site.lab.folder / "hosts").glob("*/upper"))  # Slurm's controller has one, too
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    holding = [path for path in files if secret.encode() in path.read_bytes()]
+    files = [Path(root, name) for each in folders for root, _, names in os.walk(each) for name in names]
+    holding = []
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # the job, which goes on, has replaced it
+            holding += [file] if file.is_file() and secret.encode() in file.read_bytes() else []
     assert holding == [kept], holding
     argvs = [" ".join(argv) for host in site.lab.hosts for argv in site.lab.processes(host).values()]
     assert not [argv for argv in argvs if secret in argv]
+    site.hold("secret").unlink()
     assert up.wait(90) == 0
     assert not kept.exists()
 
     # Killed with all its processes, a job cannot remove it itself.
-    (site.folder / "tell.py").write_text(script.replace("sleep(4)", "sleep(600)"))
+    site.hold("secret").touch()
     said = site.kit("up", path.name, "-d").stdout
     (run_id,) = RUN_ID.findall(said)
     here = site.shared / "runs" / run_id
@@ -267,7 +286,7 @@ def test_whatever_slurm_ends_goes_back_to_the_queue_and_on_at_the_next_step(
 
     def time_limit() -> None:
         # The least that is left is a minute, and the signal comes 90 s before the end: at Slurm's next look at it.
-        elapsed = site.slurm("squeue", "--noheader", "--job", run.job_id, "--format=%M").strip()
+        elapsed = site.ask("squeue", "--noheader", "--job", run.job_id, "--format=%M").strip()
         site.slurm(
             "scontrol", "update", f"JobId={run.job_id}", f"TimeLimit={int(elapsed.split(':')[-2]) + 2}"
         )
@@ -297,6 +316,7 @@ def test_whatever_slurm_ends_goes_back_to_the_queue_and_on_at_the_next_step(
         until(lambda n=number: run.job()["Restarts"] == str(n), timeout_s=90, what=f"requeue {number}")
         if number == 1:
             longer()
+            run.hold(1.0)  # the other faults take less long, and that not in steps: less of the job goes by
         run.wait_for(STARTED, number + 1)
     run.wait_more()
     assert run.end() == 0, run.said()
@@ -327,9 +347,9 @@ def without_user_signal(site: Site) -> Iterator[None]:
 
 def test_what_would_end_the_same_way_again_is_not_queued_again(site: Site) -> None:
     site.python = sys.executable  # Slurm is to see, and signal, all processes of the job
-    stuck = Story(site, "stuck", ["job.py", "stuck", "100"], nodes=1)
-    spent = Story(site, "spent", ["job.py", "fine", "100"], nodes=1, max_requeues=0)
-    cancelled = Story(site, "cancelled", ["job.py", "fine", "100"], nodes=1)
+    stuck = Story(site, "stuck", ["job.py", "stuck", "600"], nodes=1)
+    spent = Story(site, "spent", ["job.py", "fine", "600"], nodes=1, max_requeues=0)
+    cancelled = Story(site, "cancelled", ["job.py", "fine", "600"], nodes=1)
     for each in (stuck, spent, cancelled):
         each.begin()
     for each in (stuck, spent, cancelled):
@@ -369,8 +389,11 @@ def test_lost_hosts_and_what_each_job_does_without_them(
     why = "node3 lost, and 3 nodes are needed (nodes: 2:3 would go on without)"
     assert f"stopped by kit: {why}; Slurm queues it again" in fixed.said()
     assert elastic.job()["Restarts"] == "0"
-    status = site.kit("status", elastic.run_id).stdout
-    assert re.search(r"node3 +lost", status), status
+    # Its own leader may tell of that a moment later than the other job's.
+    until(
+        lambda: re.search(r"node3 +lost", site.kit("status", elastic.run_id).stdout),
+        what="node3 lost in kit status",
+    )
 
     # With the batch host its leader is lost; --no-kill has Slurm leave the others alone, so these say it.
     site.lab.crash("node1")
@@ -388,21 +411,47 @@ def test_lost_hosts_and_what_each_job_does_without_them(
     fixed.trained_as(unbroken, once=False)
 
 
+@contextlib.contextmanager
+def stalls_s() -> Iterator[list[float]]:
+    """For how long at a time this machine stands still, or has no time for us, while the block runs: all of them."""
+    found, is_over = [0.0], threading.Event()
+
+    def look() -> None:
+        before = time.monotonic()
+        while not is_over.wait(0.1):
+            found.append(time.monotonic() - before)
+            before = time.monotonic()
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def test_a_lost_leader_is_replaced_and_one_that_only_some_cannot_reach_is_not(
     site: Site, story: Callable[..., Story], unbroken: dict[int, float]
 ) -> None:
-    run = story("leader", nodes="2:3")
-    run.hold()
-    run.begin()
-    run.wait_for(STARTED)
     leader = site.lab.hosts["node1"]
-    site.lab.run("node3", ["ip", "route", "add", "blackhole", leader.address], check=True)
-    run.wait_for(STARTED, 2)
-    time.sleep(handshake.UNHEARD_S + 2 * allocation.LEADER_LOST_S)  # longer than for a leader that is lost
-    assert run.job()["JobState"] == "RUNNING"
-    assert run.job()["Restarts"] == "0"
-    site.lab.run("node3", ["ip", "route", "del", "blackhole", leader.address], check=True)
-    run.interrupt()
+    for number in itertools.count():
+        run = story(f"leader{number}", nodes="2:3")
+        run.hold()
+        run.begin()
+        run.wait_for(STARTED)
+        with stalls_s() as stalls:
+            site.lab.run("node3", ["ip", "route", "add", "blackhole", leader.address], check=True)
+            run.wait_for(STARTED, 2)
+            # Longer than for a leader that is lost.
+            time.sleep(handshake.UNHEARD_S + 2 * allocation.LEADER_LOST_S)
+            job = run.job()
+        site.lab.run("node3", ["ip", "route", "del", "blackhole", leader.address], check=True)
+        run.interrupt()
+        if max(stalls) < allocation.LEADER_LOST_S / 2:
+            break
+        # The leader's host, too, has stood still: by rights that is a lost leader.
+    assert (job["JobState"], job["Restarts"]) == ("RUNNING", "0")
 
     run = story("exclude", nodes=2)
     run.hold()
@@ -421,16 +470,11 @@ def test_a_lost_leader_is_replaced_and_one_that_only_some_cannot_reach_is_not(
 def test_a_host_that_is_back_before_slurm_has_missed_it_takes_srun_along_and_not_the_job(
     site: Site, story: Callable[..., Story], unbroken: dict[int, float]
 ) -> None:
-    run, early = story("back", nodes=3), story("early", ["job.py", "stuck", "100"], nodes=1)
-    spent = story("spent", ["job.py", "fine", "100"], nodes=1, max_requeues=0)
+    run = story("back", nodes=3)
     run.hold()
     run.begin()
     run.wait_for(STARTED)
-    for each in (early, spent):  # on what is left of the first two nodes
-        each.begin()
     run.wait_more()
-    early.wait_for("it is stuck")
-    spent.wait_for("it is fine")
     site.lab.crash("node3")
     site.lab.revive("node3")
     run.wait_for("srun ended before the leader did; Slurm queues it again")
@@ -438,7 +482,15 @@ def test_a_host_that_is_back_before_slurm_has_missed_it_takes_srun_along_and_not
     assert run.job()["Restarts"] == "1"
     assert run.end() == 0, run.said()
     run.trained_as(unbroken, once=False)
-    # Before its first step it would do so again, and after max_requeues it has done so often enough.
+    # Before its first step it would do so again, and after max_requeues it has done so often enough. They begin now:
+    # after two minutes without a word, a job counts as past its first step.
+    early = story("early", ["job.py", "stuck", "600"], nodes=1)
+    spent = story("spent", ["job.py", "fine", "600"], nodes=1, max_requeues=0)
+    for each in (early, spent):
+        each.begin()
+    early.wait_for("it is stuck")
+    spent.wait_for("it is fine")
+    until(lambda: requeue.has_made_progress(spent.run_dir), what="progress on record")
     for each in (early, spent):
         site.slurm("scancel", "--signal=KILL", f"{each.job_id}.0")
         assert each.end() == 3
@@ -473,21 +525,31 @@ def test_what_cannot_run_is_refused_before_it_is_queued(site: Site, tmp_path: Pa
         "torch": ({}, {"python": "/usr/bin/python3"}, "/usr/bin/python3 lacks torch"),
     }
 
+    untried: list[str] = []
+
     def up(name: str) -> str:
         slurm, changes, _ = cases[name]
-        file = site.inventory(f"bad-{name}", TRAIN, {"nodes": 1, **slurm}, **changes)
-        done = site.kit("up", file.name)
-        assert done.returncode == 1, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        bad = f"bad{len(untried)}-{name}"
+        file = site.inventory(bad, TRAIN, {"nodes": 1, **slurm}, **changes)
+        done = site.kit("up", file.name, "-d")
+        said = done.stdout + done.stderr
+        if name == "folder" and "no idle node to try" in said and len(untried) < 5:
+            untried.append(bad)
+            site.slurm("scancel", "--user=root")
+            site.lab.slurm.wait_idle()
+            return up(name)
+        assert done.returncode == 1, said
+        return said
 
-    # It wants an idle node within five seconds, which the others' may have.
+    # It wants an idle node within five seconds, which the others' may have. Where a busy Slurm finds none in time, kit
+    # says so, and queues the job.
     alone = {"folder": up("folder")}
     for name, said in {**on_all({name: name for name in cases if name not in alone}, up), **alone}.items():
         assert not isinstance(said, Exception), said
         assert cases[name][2] in said, said
         assert "Traceback" not in said, said
-    names = site.slurm("squeue", "--noheader", "--states=all", "--format=%j").split()
-    assert not [name for name in names if name.startswith("bad-")]
+    names = site.ask("squeue", "--noheader", "--states=all", "--format=%j").split()
+    assert not [name for name in names if re.match(r"bad\d-", name) and not name.startswith(tuple(untried))]
 
 
 def test_an_environment_is_made_once_in_the_shared_folder(site: Site) -> None:
@@ -539,7 +601,8 @@ def test_a_full_queue_is_told_with_its_reason_and_left_again(
     assert alone.job()["JobState"] == "CANCELLED"
     assert not secrets[0].exists()
     site.slurm("scancel", blocker.strip())
-    until(lambda: not site.queue(), timeout_s=120, what="the end of all jobs")
+    # Each imports kit by the real python, six at a time: 120 s are few on a busy machine.
+    until(lambda: not site.queue(), timeout_s=300, what="the end of all jobs")
     for each in jobs:
         status = site.kit("status", each.run_id).stdout
         assert status.startswith(f"{each.run_id}  succeeded: trained to the end"), status

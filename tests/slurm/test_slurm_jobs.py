@@ -15,6 +15,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from agents import until
 from places import RECORDED
 from slurm_runs import Site
 from submitit.core.job_environment import SignalHandler
@@ -33,6 +34,7 @@ from nodekit.slurm.cluster.accounts import Usage, account_problem, parse_usage, 
 from nodekit.slurm.cluster.jobs import (
     Job,
     Slurm,
+    Watched,
     beyond_limits,
     choose_partition,
     indexes,
@@ -75,6 +77,25 @@ class Recorded:
 
 def slurm(**answers: tuple[int, str, str]) -> Slurm:
     return Slurm(Recorded(answers))  # type: ignore[arg-type]  # all that is called
+
+
+def test_a_job_is_asked_for_again_while_the_controller_is_away() -> None:
+    """As while it is restarted: `kit up` had ended, and its job had gone on."""
+    away = (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")
+    answers = {"scontrol": away}
+    watched = Watched(Slurm(Recorded(answers)), "7")  # type: ignore[arg-type]  # all that is called
+    assert not watched.look()
+    assert "Slurm does not answer and is asked again (login: scontrol show job 7: slurm_load" in watched.line
+    answers["scontrol"] = (0, recorded("scontrol-running"), "")
+    assert not watched.look()
+    assert watched.line == "running on node[1-3]"
+    answers["scontrol"] = away
+    assert not watched.look()
+    assert watched.job.state == "RUNNING", "as it was last known"
+    answers["scontrol"] = (0, recorded("scontrol-completed"), "")
+    assert watched.look()
+    answers["scontrol"] = (1, "", "slurm_load_jobs error: Invalid job id specified\n")
+    assert watched.look(), "Slurm knows it no more"
 
 
 # --- jobs ---------------------------------------------------------------------------------------------------
@@ -783,10 +804,15 @@ def test_what_cannot_run_is_refused_and_what_ran_is_told_even_when_slurm_has_for
         assert problem in refused.stderr
     names = site.slurm("squeue", "--noheader", "--states=all", "--format=%j").split()
     assert set(names) <= {"kit-check"}
+    # A slurmctld that finds slurmdbd busy tries again only 10 s later, and so long kit waits for the account: first, it
+    # is to have found it.
+    site.slurm("srun", "--account=lab", "true")
+    sacct = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobName,State")
+    until(lambda: "true|COMPLETED" in site.ask(*sacct), what="an account")
     path = site.inventory("counted", ["job.py", "fine", "1"], {"nodes": 1, "account": "lab", "mem_gb": 0.4})
     done = site.kit("up", path.name)
     assert done.returncode == 0, done.stdout + done.stderr
-    used = r"\n  used +1 CPU for 0:00:\d\d, \d+% busy; .*\n"
+    used = r"\n  used +1 CPU for 0:0\d:\d\d, \d+% busy; .*\n"
     assert re.search(used, done.stdout), done.stdout
     status = site.kit("status").stdout
     assert re.search(r"succeeded: trained to the end\n  job \d+ completed on node1" + used, status), status

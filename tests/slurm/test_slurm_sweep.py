@@ -29,7 +29,9 @@ while hold.exists() and hold.read_text() == "wait":
 if hold.exists() and lr == "0.3":
     raise ValueError("so it is")
 told = {"argv": sys.argv[1:], "index": os.environ.get("SLURM_ARRAY_TASK_ID"), "lr": float(lr)}
-pathlib.Path(os.environ["NODEKIT_OUTPUT_DIR"], "result.json").write_text(json.dumps(told))
+result = pathlib.Path(os.environ["NODEKIT_OUTPUT_DIR"], "result.json")
+result.with_suffix(".new").write_text(json.dumps(told))
+result.with_suffix(".new").replace(result)  # whole or not at all: it is looked at meanwhile
 print("index", told["index"])
 """
 

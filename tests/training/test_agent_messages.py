@@ -21,6 +21,9 @@ from nodekit.training.process.kept import Kept
 from nodekit.training.process.stop import Stop
 from nodekit.training.world import World
 
+SOON_S = 60.0
+"""For what a thread hears at once, unless the machine stands still."""
+
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Messages:
@@ -39,13 +42,13 @@ def test_who_reads_is_told_and_the_others_are_known_not_to(agent: Messages) -> N
     rank.when("pause", lambda: heard.put("default"), is_default=True)
     assert agent.send(0, {"kind": "lost"})
     assert agent.send(0, {"kind": "pause"})
-    assert [heard.get(timeout=5) for _ in range(2)] == ["lost", "default"]
+    assert [heard.get(timeout=SOON_S) for _ in range(2)] == ["lost", "default"]
     assert not agent.send(1, {"kind": "lost"})
     rank.ignore()
     assert agent.send(0, {"kind": "lost"})
     agent.path(0).write_bytes(b'{"kind": "ne\n')
     assert agent.send(0, {"kind": "next", "env": {"RANK": "1", "LONG": "x" * 5000}, "log": "a log"})
-    found = rank.next_attempt(5)
+    found = rank.next_attempt(SOON_S)
     assert found is not None
     assert (found.env["RANK"], len(found.env["LONG"]), found.log) == ("1", 5000, "a log")
     assert heard.empty()
@@ -59,11 +62,11 @@ def test_a_rank_that_cannot_pause_gets_sigterm_unless_it_waits_already(
     monkeypatch.setattr(agent_messages.os, "kill", lambda *each: signals.put(each))
     rank = AgentMessages(agent.path(0))
     assert agent.send(0, {"kind": "pause"})
-    assert signals.get(timeout=5) == (0, signal.SIGTERM), "to its process group, as the agent sends it"
+    assert signals.get(timeout=SOON_S) == (0, signal.SIGTERM), "to its process group, as the agent sends it"
     rank.ignore()
     assert agent.send(0, {"kind": "pause"})
     assert agent.send(0, {"kind": "next", "env": {}, "log": ""})
-    assert rank.next_attempt(5)
+    assert rank.next_attempt(SOON_S)
     assert signals.empty()
 
 
@@ -75,7 +78,7 @@ def test_what_is_told_of_an_attempt_before_the_rank_listens_is_not_lost(agent: M
     for kind in ("lost", "pause"):
         assert agent.send(0, {"kind": kind}), "of the attempt that it has left"
     assert agent.send(0, {"kind": "next", "env": {"RANK": "1"}, "log": ""})
-    assert rank.next_attempt(5)
+    assert rank.next_attempt(SOON_S)
     assert not rank.is_over
     for kind in ("pause", "lost"):  # in this order: once the loss has arrived, both have
         assert agent.send(0, {"kind": kind})
@@ -83,7 +86,7 @@ def test_what_is_told_of_an_attempt_before_the_rank_listens_is_not_lost(agent: M
     rank.when("pause", lambda: heard.put("pause"))
     rank.when("lost", lambda: heard.put("lost"))
     rank.when("lost", lambda: heard.put("default"), is_default=True)
-    assert [heard.get(timeout=5) for _ in range(2)] == ["pause", "lost"]
+    assert [heard.get(timeout=SOON_S) for _ in range(2)] == ["pause", "lost"]
     assert heard.empty()
 
 
@@ -93,9 +96,9 @@ def test_an_attempt_is_over_for_a_rank_that_is_told_of_the_next_one(agent: Messa
     rank.when("lost", lambda: heard.put("lost"))
     for number in (1, 2):
         assert agent.send(0, {"kind": "next", "env": {"RANK": str(number)}, "log": ""})
-        assert heard.get(timeout=5) == "lost"
+        assert heard.get(timeout=SOON_S) == "lost"
     assert rank.is_over
-    found = rank.next_attempt(5)
+    found = rank.next_attempt(SOON_S)
     assert found is not None
     assert found.env == {"RANK": "2"}, "the newest"
     assert not rank.is_over
@@ -147,6 +150,17 @@ def test_a_rank_that_waits_is_heard_at_once(agent: Messages) -> None:
     assert not agent.is_heard(), "once"
 
 
+def test_what_a_rank_has_not_read_yet_is_known(agent: Messages) -> None:
+    assert not agent.is_unread(0), "nobody reads"
+    with agent.path(0).open("r+b", buffering=0) as rank:
+        assert not agent.is_unread(0)
+        assert agent.send(0, {"kind": "lost"})
+        assert agent.is_unread(0)
+        assert not agent.is_unread(1)
+        rank.read(4096)
+        assert not agent.is_unread(0)
+
+
 def test_without_a_fifo_a_rank_does_without(tmp_path: Path) -> None:
     assert messages_from(tmp_path / "no such") is None
     Messages(tmp_path / "no such folder" / "either").prepare([0])  # as where a file system has none
@@ -175,7 +189,7 @@ def test_what_was_kept_is_saved_by_a_rank_that_waits_in_vain_for_another(
     kept = Kept({"x": 1}, (0, 41), lambda: done.put("saved") or True)
     with reform.guarded(replace(world, kept=kept)):
         assert agent.send(0, {"kind": "lost"})
-        assert [done.get(timeout=5) for _ in range(2)] == ["saved", 1]
+        assert [done.get(timeout=SOON_S) for _ in range(2)] == ["saved", 1]
     assert (tmp_path / "progress").read_text().startswith("41 another rank is lost: keeping")
 
 
@@ -192,13 +206,13 @@ def test_a_rank_that_has_joined_is_not_ended(
             guards.put(thread)
 
     monkeypatch.setattr(threading.Thread, "start", started)
-    monkeypatch.setattr(reform, "JOINING_S", 30)
+    monkeypatch.setattr(reform, "JOINING_S", 2 * SOON_S)
     monkeypatch.setattr(reform.os, "_exit", done.put)
     kept = Kept({"x": 1}, (0, 41), lambda: done.put("saved") or True)
     with reform.guarded(replace(world, kept=kept)):
         assert agent.send(0, {"kind": "lost"})
-        guard = guards.get(timeout=5)
-    guard.join(5)
+        guard = guards.get(timeout=SOON_S)
+    guard.join(SOON_S)
     assert not guard.is_alive()
     assert done.empty()
 

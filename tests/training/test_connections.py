@@ -10,11 +10,16 @@ import torch
 from nodekit.training.group import connections
 
 
-def found_deaf(work: Callable[[], object]) -> bool:
-    """What `is_deaf` says of the main thread, which does this meanwhile."""
+def found_deaf(work: Callable[[], object], told: Callable[[], object] = lambda: None) -> bool:
+    """What `is_deaf` says of the main thread, which does this meanwhile; `told` is called once it is said."""
     has_left = threading.Event()
     found: list[bool] = []
-    watch = threading.Thread(target=lambda: found.append(connections.is_deaf(has_left)))
+
+    def look() -> None:
+        found.append(connections.is_deaf(has_left))
+        told()
+
+    watch = threading.Thread(target=look)
     watch.start()
     work()
     has_left.set()
@@ -25,17 +30,23 @@ def found_deaf(work: Callable[[], object]) -> bool:
 def test_a_rank_that_waits_and_does_nothing_is_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "DEAF_S", 0.3)
     others: torch.futures.Future[None] = torch.futures.Future()
-    threading.Timer(1, others.set_result, [None]).start()
-    assert found_deaf(lambda: others.wait())
+    is_told = threading.Event()
+    # It waits until it is found, however late the one who looks comes to it on a busy machine.
+    threading.Thread(target=lambda: (is_told.wait(60), others.set_result(None))).start()
+    assert found_deaf(lambda: others.wait(), is_told.set)
 
 
 def test_a_rank_that_asks_horovod_again_and_again_is_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not idle, and yet does nothing else."""
     monkeypatch.setattr(connections, "DEAF_S", 0.3)
+    told: list[bool] = []
     asking = compile(
-        "until = monotonic() + 1\nwhile monotonic() < until: pass", "/kit/training/engines/horovod.py", "exec"
+        "until = monotonic() + 60\nwhile not told and monotonic() < until: pass",
+        "/kit/training/engines/horovod.py",
+        "exec",
     )
-    assert found_deaf(lambda: exec(asking, {"monotonic": time.monotonic}))
+    names = {"monotonic": time.monotonic, "told": told}
+    assert found_deaf(lambda: exec(asking, names), lambda: told.append(True))
 
 
 def test_a_rank_that_works_or_rests_in_its_own_code_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

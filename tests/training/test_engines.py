@@ -217,7 +217,8 @@ def test_hosts_share_the_work_and_one_is_lost(
     until(lambda: up.poll() is not None or len(kit.metrics("node1", found)) >= 7)
     assert up.poll() is None, kit.log()
     lab.crash("node3")
-    assert up.wait(90) == 0, kit.log()
+    # Another start, which takes 40 s on a busy machine, and most of the steps.
+    assert up.wait(150) == 0, kit.log()
     assert "resumed at step" in kit.log()
     trained = {line["step"]: line["loss"] for line in kit.metrics("node1", found) if "loss" in line}
     assert trained == pytest.approx({step: by_ddp[step] for step in range(1, 47)}, abs=5e-4)

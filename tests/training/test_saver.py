@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import threading
 from collections import OrderedDict
@@ -90,7 +91,10 @@ def test_what_a_snapshot_costs_can_be_measured(tmp_path: Path) -> None:
     rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")]
     assert rows[2:4] == ["torch.save + fsync", "nodekit, save_async"]
     assert "goal ≤ 10%: " in done.stdout
-    assert "goal ≤ 1%: met" in done.stdout
+    found = re.search(r": ([\d.]+)%, goal ≤ 1%: (\w+)", done.stdout)
+    assert found, done.stdout
+    # A machine that stands still for more than 6 s has it missed: auto waits no longer than 10 minutes.
+    assert found[2] == ("met" if float(found[1]) <= 1 else "MISSED")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -393,7 +393,10 @@ def test_a_save_that_cannot_list_the_folder_commits_and_is_no_failure(tmp_path: 
 
 
 @pytest.mark.parametrize("what", ["000200.json", "000100.json", "snapshots", ".pt"])
-def test_what_could_not_be_read_once_is_read_again(tmp_path: Path, what: str, fails: Fails) -> None:
+def test_what_could_not_be_read_once_is_read_again(
+    tmp_path: Path, what: str, fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "RETRY_S", 60.0)  # a machine may stand still for longer than 5 s
     saved(folder := tmp_path / "snapshots", 100, 200)
     fails(what, errno.ESTALE, 3)
     assert loaded_step(folder) == 200

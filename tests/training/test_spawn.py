@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from places import TESTS
 from test_engines import SAME, losses, train
 from test_plan import TWO, TWO_FACTS, build, inventory
@@ -100,9 +101,8 @@ def test_a_run_goes_on_from_torchruns_snapshot_to_the_identical_curve(tmp_path: 
 def train_spawned(folder: Path, *arguments: object, log: Path, code: int = 0, **extra: str) -> str:
     with started(*SPAWN, "--output", folder, *arguments, log=log, **extra) as process:
         assert process.wait(150) == code, log.read_text()
-        assert group_is_over(
-            process.pid, within_s=5
-        )  # multiprocessing's tracker of semaphores may be the last
+        # Multiprocessing's tracker of semaphores may be the last: 5 s are less than a machine may stand still.
+        assert group_is_over(process.pid, within_s=60)
     return log.read_text()
 
 
@@ -180,9 +180,7 @@ def test_what_all_ranks_fail_with_is_shown_once(task: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_all_and_is_named(task: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-    arguments = ["--task", f"{task}:Faulty", "--init-method", url]
+    arguments = ["--task", f"{task}:Faulty", "--init-method", f"tcp://127.0.0.1:{free_port()}"]
     said = train_spawned(tmp_path / "out", *arguments, log=tmp_path / "log", code=1, KILL="1")
     assert "nodekit: rank 1 (process " in said
     assert said.count("was killed by SIGKILL") == 1

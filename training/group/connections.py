@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -85,13 +86,24 @@ def is_deaf(has_left: threading.Event) -> bool:
         has_left: set once it waits for them no more.
     """
     clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-    since_s, used_s = time.monotonic(), time.clock_gettime(clock)
+    waited_s, used_s, looked_s = 0.0, time.clock_gettime(clock), time.monotonic()
     while not has_left.wait(_LOOK_S):
-        if not _waits_for_others(is_idle=time.clock_gettime(clock) - used_s <= _IDLE_S):
-            since_s, used_s = time.monotonic(), time.clock_gettime(clock)
-        elif time.monotonic() - since_s > DEAF_S:
+        # A machine that stands still for seconds has kept the main thread from hearing, too.
+        waited_s += min(time.monotonic() - looked_s, 2 * _LOOK_S)
+        looked_s = time.monotonic()
+        if not _waits_for_others(is_idle=time.clock_gettime(clock) - used_s <= _IDLE_S and _sleeps()):
+            waited_s, used_s = 0.0, time.clock_gettime(clock)
+        elif waited_s > DEAF_S:
             return True
     return False
+
+
+def _sleeps() -> bool:
+    """Whether the main thread does not merely wait for a core, which it does on a busy machine."""
+    with suppress(OSError):
+        status = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat").read_bytes()
+        return status.rpartition(b") ")[2][:1] != b"R"
+    return True
 
 
 def _waits_for_others(*, is_idle: bool) -> bool:

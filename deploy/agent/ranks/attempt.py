@@ -39,6 +39,9 @@ _EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by
 STAND_BY_S = 600.0  # for the imports and the data of ranks that join
 LOSS_S = 0.4  # until it is looked again, while ranks pause, whether one is lost for which they would wait
 ALSO_S = 0.1  # of a node's ranks several may fail of the same
+# Looks, not seconds: while a machine stands still, or has no core to spare, its ranks cannot answer either.
+UNREAD_LOOKS = 200  # for ranks to read what they are told, one to two hundredths of a second each
+HEARD_LOOKS = 5  # from then until they say that they keep what they have
 _POLL_S = 0.02
 
 
@@ -282,7 +285,8 @@ class Attempts:
 
         Of a loss some may hear while they wait for the lost one in a collective, and some keep what they have. The
         returned function says whether a rank has said that it does, or pauses, and is not done, within the spec's
-        grace. So does one that has stayed and has said nothing yet in this attempt: it has a step.
+        grace. So does one that has stayed and has said nothing yet in this attempt: it has a step; and, for a while,
+        one that has not read what it was told.
         """
         until = time.monotonic() + self._grace_s
         for local_rank in self.workers.pids:
@@ -290,12 +294,19 @@ class Attempts:
             if not knows and self._messages.send(local_rank, {"kind": kind}):
                 self._told[local_rank] = kind
         keeping: set[int] = set()  # what it does meanwhile may be told in place of that
+        unread_looks = heard_looks = 0
 
         def is_kept() -> bool:
+            nonlocal unread_looks, heard_looks
+            left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
+            if unread_looks < UNREAD_LOOKS and any(map(self._messages.is_unread, left & self._told.keys())):
+                unread_looks, heard_looks = unread_looks + 1, 0
+            else:
+                heard_looks += 1
             keeping.update(self._in_stage(hang.KEEPING, hang.PAUSING))
             keeping.update(self._stayed - self._in_stage())
-            left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
-            return time.monotonic() < until and not keeping.isdisjoint(left)
+            may_answer = heard_looks < HEARD_LOOKS and not left.isdisjoint(self._told)
+            return time.monotonic() < until and (may_answer or not keeping.isdisjoint(left))
 
         return is_kept
 

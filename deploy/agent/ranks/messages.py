@@ -7,8 +7,10 @@ Who does not read is told nothing.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import termios
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -64,3 +66,18 @@ class Messages:
             return False
         finally:
             os.close(handle)
+
+    def is_unread(self, local_rank: int) -> bool:
+        """Whether there is something that a rank which reads has not read yet."""
+        unread = bytearray(4)
+        try:
+            handle = os.open(self.path(local_rank), os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # ENXIO: nobody reads
+            return False
+        try:
+            fcntl.ioctl(handle, termios.FIONREAD, unread)
+        except OSError:
+            return False
+        finally:
+            os.close(handle)
+        return any(unread)

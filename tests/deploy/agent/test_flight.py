@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from agents import until
+from free_ports import free_port
 
 from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.agent.hang.culprit import explain
@@ -197,7 +197,7 @@ def test_ranks_are_asked_by_their_pipes_and_who_does_not_answer_is_left_out(tmp_
     (folder / "rank0").write_bytes(json.dumps({**DUMP, "entries": []}).encode())
     recorder = Recorder(folder / "rank0.pipe", folder / "rank0")
     try:
-        found = flight.ask(environ, [0, 1, 2, 3], timeout_s=5)
+        found = flight.ask(environ, [0, 1, 2, 3], timeout_s=60)  # it answers, whatever holds the machine up
     finally:
         recorder.close()
     assert found == {0: flight.parse(json.dumps(DUMP).encode())}, "not the dump of an earlier time"
@@ -255,9 +255,7 @@ def test_ranks_on_gloo_answer_and_the_one_that_others_wait_for_is_named(
     from nodekit.deploy.agent.hang.stacks import stacks
 
     (tmp_path / "train.py").write_text(TRAIN_PY)
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = str(held.getsockname()[1])
+    port = str(free_port())
     environ = flight.environment(tmp_path, {}, "2.13.0")
     workers = {
         rank: started(

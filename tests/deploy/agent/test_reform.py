@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import LEFT_WAITING, Agents, again_if_left_waiting, until
+from agents import ANSWER_S, LEFT_WAITING, Agents, again_if_left_waiting, until
 
 from nodekit.deploy.agent.hang import hang
 from nodekit.deploy.agent.ranks.failures import is_secondary
@@ -57,7 +57,8 @@ class Run:
     def begin(self, agents: Agents, job: str, *, num_nodes: int, **changes: Any) -> None:
         """Start the nodes."""
         self.agents = agents
-        self.changes = {"max_restarts": 5, "num_nodes": num_nodes, **changes}
+        # The grace as the inventory has it: while a machine stands still, 5 s are over before a rank has paused.
+        self.changes = {"max_restarts": 5, "num_nodes": num_nodes, "grace_s": 30.0, **changes}
         self.slow = agents.folder / "code/slow"
         self.slow.touch()
         agents.start(job, **self.changes)
@@ -70,7 +71,7 @@ class Run:
     def join(self, name: str, node_rank: int) -> None:
         """Start a node's agent again."""
         host = self.agents.channels["n0"].call(
-            "status", timeout_s=5, node_dir=str(self.agents.node_dir("n0"))
+            "status", timeout_s=ANSWER_S, node_dir=str(self.agents.node_dir("n0"))
         )
         self.agents.start_again(
             name, node_rank=node_rank, master_port=host["port"], joins=True, **self.changes
@@ -86,8 +87,11 @@ class Run:
     def lose_and_regain_n2(self) -> None:
         """Kill its agent, and start it again once the others train on."""
         self.lose_n2()
+        long = self.agents.folder / "code/long"
+        long.touch()  # an engine's imports may take longer than the steps that are left
         self.join("n2", 2)
         self.wait_world(3)
+        long.unlink()
 
     def wait_world(self, size: int) -> None:
         def there() -> bool:
@@ -99,7 +103,7 @@ class Run:
         """Have the nodes refuse their generation."""
         for name in self.names:
             self.agents.channels[name].call(
-                "fence", timeout_s=5, node_dir=str(self.agents.node_dir(name)), generation=1
+                "fence", timeout_s=ANSWER_S, node_dir=str(self.agents.node_dir(name)), generation=1
             )
 
     def begin_generation(self, host: str) -> None:
@@ -112,7 +116,9 @@ class Run:
             spec = self.agents.spec(
                 name, generation=1, node_rank=rank, master_port=port, is_host=name == host, **self.changes
             )
-            self.agents.channels[name].call("join", timeout_s=5, node_dir=spec.node_dir, spec=spec.to_dict())
+            self.agents.channels[name].call(
+                "join", timeout_s=ANSWER_S, node_dir=spec.node_dir, spec=spec.to_dict()
+            )
 
     def wait_step(self, step: int) -> None:
         def there() -> bool:
@@ -360,6 +366,34 @@ def test_a_rank_that_stays_and_has_not_begun_yet_is_not_ended_for_the_next_loss(
     assert len({*pids}) == 1, run.logs()
 
 
+SLOW_TO_HEAR = """
+import os, select, sys, time
+from pathlib import Path
+from nodekit.training.world import KEEPING
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    sys.exit()
+if os.environ["LOCAL_RANK"] == "1":
+    while not Path("listens").exists():
+        time.sleep(0.01)
+    sys.exit(1)
+pipe = open(os.environ["NODEKIT_AGENT_PIPE"], "r+b", buffering=0)
+Path("listens").touch()
+select.select([pipe], [], [])
+time.sleep(1)
+pipe.read(4096)
+Path(os.environ["NODEKIT_PROGRESS_FILE"]).write_text(f"3 {KEEPING}")
+time.sleep(1)
+Path("kept").touch()
+"""
+
+
+def test_a_rank_that_has_no_core_to_hear_of_the_loss_is_waited_for(agents: Agents) -> None:
+    """As on a machine that stands still for a second: it had been ended half a second later, with its step."""
+    run = Alone(agents, SLOW_TO_HEAR, nproc_per_node=2)
+    run.wait_succeeded()
+    assert (agents.folder / "code/kept").exists(), run.logs()
+
+
 @contextlib.contextmanager
 def stopped(pids: list[int]) -> Iterator[None]:
     """Processes that do nothing meanwhile."""
@@ -395,14 +429,15 @@ def test_a_node_that_falls_silent_while_all_pause_for_another_does_not_cost_the_
     run.join("n2", 2)
 
     def pauses() -> bool:
-        return any(not each["lost"] for each in run.events("n0", "membership"))
+        # The other of the two may hear of it by its rank, which is paused already.
+        return any(not each["lost"] for name in ("n0", "n1") for each in run.events(name, "membership"))
 
     until(pauses, what="the pause", timeout_s=PATIENCE_S)
     (rank,) = before["n1"]
     with stopped([parent(rank), rank]):  # its connections stay open, as those of a host whose cable is cut
         os.kill(agent_of(rank), signal.SIGKILL)
         long.unlink()
-        until(lambda: len(run.events("n0", "workers-started")) == 3, what="n0 with n2", timeout_s=PATIENCE_S)
+        until(lambda: len(run.events("n0", "workers-started")) >= 3, what="n0 with n2", timeout_s=PATIENCE_S)
     run.names = ["n0", "n2"]
     assert run.end() == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
     last = run.events("n0", "workers-started")[-1]

@@ -30,6 +30,8 @@ from nodekit.deploy.host import ports
 from nodekit.training.snapshots.files import commit
 
 TOKEN = "the run's token"
+PATIENT_S = 60.0
+"""For what comes at once, unless the machine stands still: with 5 s, a member that is here is taken for silent then."""
 
 
 class Node:
@@ -125,7 +127,10 @@ class Cluster:
         return [node for node in self.nodes if node.replicas is not None]
 
     def gather(
-        self, nodes: Iterable[Node] | None = None, silent: dict[str, str] | None = None, deadline_s: float = 5
+        self,
+        nodes: Iterable[Node] | None = None,
+        silent: dict[str, str] | None = None,
+        deadline_s: float = PATIENT_S,
     ) -> list[Gathered]:
         """All given nodes enter the next attempt together; `silent` are endpoints that say nothing."""
         self.attempt += 1
@@ -144,13 +149,22 @@ class Cluster:
             if pusher and dead & {target.node for target in pusher._targets}:
                 node.alive.finish_copying(0.3)
             else:
-                assert node.alive.finish_copying(10), node.said
+                assert node.alive.finish_copying(PATIENT_S), node.said
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "POLL_S", 0.02)
     monkeypatch.setattr(replicas, "STABLE_S", 0.15)
+    connect = agent_wire.connect
+
+    def patient(
+        endpoint: str, token: str, timeout_s: float = PATIENT_S, announce: Callable[..., object] | None = None
+    ) -> agent_wire.Wire:
+        return connect(endpoint, token, timeout_s, announce)
+
+    monkeypatch.setattr(agent_wire, "CONNECT_S", PATIENT_S)
+    monkeypatch.setattr(agent_wire, "connect", patient)
 
 
 @pytest.fixture
@@ -168,8 +182,8 @@ def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("replicas")] == []
 
 
-def wait_for(is_so: Callable[[], object], timeout_s: float = 10) -> None:
-    until = time.monotonic() + timeout_s
+def wait_for(is_so: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENT_S
     while not is_so():
         assert time.monotonic() < until, "it did not come to that in time"
         time.sleep(0.01)
@@ -400,7 +414,7 @@ def test_replica_holders_are_on_other_hosts_first(name: str, peers: str, copies:
 def test_a_renamed_file_goes_at_once_and_one_being_written_waits(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "STABLE_S", 1.0)
+    monkeypatch.setattr(replicas, "STABLE_S", 600.0)  # it waits, however long the other one takes
     nodes = cluster(2)
     nodes.gather()
     with (nodes[0].folder / "slow.pt").open("wb", buffering=0) as slow:
@@ -409,9 +423,10 @@ def test_a_renamed_file_goes_at_once_and_one_being_written_waits(
         draft.write_bytes(b"all")
         time.sleep(0.03)  # the clock of files ticks every few ms
         draft.replace(nodes[0].folder / "fast.pt")
-        wait_for(lambda: "fast.pt" in nodes[1].keeps("n0"), timeout_s=0.9)
+        wait_for(lambda: "fast.pt" in nodes[1].keeps("n0"))
         assert "slow.pt" not in nodes[1].keeps("n0")
         slow.write(b" and the rest")
+    monkeypatch.setattr(replicas, "STABLE_S", 0.15)
     wait_for(lambda: "slow.pt" in nodes[1].keeps("n0"))
     nodes[0].die()
     nodes.gather()
@@ -495,7 +510,7 @@ def test_the_old_copy_goes_only_when_the_new_one_is_there(
     monkeypatch.setattr(agent_wire.Wire, "send_bytes", fail)
     (nodes[0].folder / "step_1.pt").unlink()
     nodes[0].write("step_2.pt", "2")
-    assert tried.wait(5)
+    assert tried.wait(PATIENT_S)
     nodes[0].die()
     nodes.gather()
     assert nodes[1].files() == {"keep.pt": "k", "step_1.pt": "1"}
@@ -596,7 +611,6 @@ Fails = Callable[..., None]
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
     """Makes reading a file of a name, or listing a folder of that name, fail so many times."""
-    monkeypatch.setattr(commit, "RETRY_S", 1.0)
     monkeypatch.setattr(commit, "_PAUSE_S", 0.1)
     left: dict[str, list[int]] = {}
 
@@ -614,6 +628,8 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
         monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
 
     def fail(name: str, times: int, number: int = errno.EIO) -> None:
+        # What fails a few times is waited for, however long the machine stands still meanwhile.
+        monkeypatch.setattr(commit, "RETRY_S", PATIENT_S if times < 10 else 1.0)
         left[name] = [number] * times
 
     return fail
@@ -771,7 +787,7 @@ def test_a_transfer_cut_in_the_middle_leaves_nothing_visible(
 
     monkeypatch.setattr(agent_wire.Wire, "send_bytes", send_half)
     nodes[0].write("last.pt", b"z" * 5_000_000)
-    assert cut.wait(5)
+    assert cut.wait(PATIENT_S)
     nodes[0].die()
     wait_for(lambda: nodes[1].blobs() == [])
     nodes.gather()
@@ -791,7 +807,7 @@ def test_a_kill_at_any_point_of_a_gather_loses_nothing(
     (nodes[0].folder / "mine.pt").unlink()
     for name in ("a.pt", "b/c.pt"):
         nodes[0].write(name, name)
-    assert nodes[0].alive.finish_copying(5)
+    assert nodes[0].alive.finish_copying(PATIENT_S)
     nodes.gather()
     nodes[0].write("a.pt", "a, newer")
     nodes.settle()
@@ -818,7 +834,7 @@ def test_a_kill_at_any_point_of_a_gather_loses_nothing(
     for name in ("place", "remove", "save"):
         dying(name)
     try:
-        nodes.gather(deadline_s=1)
+        nodes.gather()
     except Killed:
         assert len(seen) == moment
     nodes[2].die()
@@ -874,7 +890,6 @@ def test_the_token_does_not_travel_and_a_changed_frame_is_refused() -> None:
 def test_a_call_to_a_lost_host_is_not_waited_for(cluster: Callable[..., Cluster]) -> None:
     nodes = cluster(2)
     nodes.gather()
-    nodes[0].write("a.pt", "a")
     with contextlib.ExitStack() as stack:
         lost = stack.enter_context(socket.socket())
         lost.bind(("127.0.0.1", 0))
@@ -886,12 +901,13 @@ def test_a_call_to_a_lost_host_is_not_waited_for(cluster: Callable[..., Cluster]
         pusher = nodes[0].alive._pusher
         assert pusher is not None
         pusher._targets[0].endpoint = f"127.0.0.1:{lost.getsockname()[1]}"
+        nodes[0].write("a.pt", "a")  # only now: it goes at once
         wait_for(lambda: pusher._wire is not None)
         time.sleep(0.1)
         assert pusher._wire is not None, "it is refused instead"
         started = time.monotonic()
         nodes[0].die()
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < PATIENT_S / 2, "the call itself would last for twice as long"
         assert not pusher._thread.is_alive()
 
 
@@ -994,8 +1010,7 @@ def test_a_zombie_of_an_older_attempt_is_refused(cluster: Callable[..., Cluster]
     nodes.gather()
     nodes.gather([nodes[1]])
     nodes[0].write("last.pt", "by the zombie")
-    wait_for(lambda: nodes[0].kinds("replica-failed"))
-    assert "over" in nodes[0].kinds("replica-failed")[0]["reason"]
+    wait_for(lambda: any("over" in each["reason"] for each in nodes[0].kinds("replica-failed")))
     assert nodes[1].blobs() == []
 
 
@@ -1011,9 +1026,13 @@ def test_a_member_that_says_nothing_costs_the_deadline_at_most(
         mute.bind(("127.0.0.1", 0))
         if accepts:
             mute.listen()
-        started = time.monotonic()
-        gathered = nodes.gather(silent={"mute": f"127.0.0.1:{mute.getsockname()[1]}"}, deadline_s=1)
-        assert time.monotonic() - started < 10, "nobody else would end it"
+        for _ in range(3):  # of which the machine may stand still in one
+            started = time.monotonic()
+            gathered = nodes.gather(silent={"mute": f"127.0.0.1:{mute.getsockname()[1]}"}, deadline_s=1)
+            took_s = time.monotonic() - started
+            if took_s < 5 and [list(each.silent) for each in gathered] == [["mute"], ["mute"]]:
+                break
+        assert took_s < 5, "nobody else would end it"
     assert [list(each.silent) for each in gathered] == [["mute"], ["mute"]]
     assert [node.files() for node in nodes.nodes] == [{"a.pt": "a"}] * 2
 
@@ -1029,9 +1048,9 @@ def test_a_member_that_comes_late_is_waited_for(
     peers = {node.name: node.alive.endpoint for node in nodes.nodes}
     attempt = (1, nodes.attempt + 1)
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(nodes[0].alive.gather, peers, attempt, 5.0)
+        early = pool.submit(nodes[0].alive.gather, peers, attempt, PATIENT_S)
         time.sleep(1.2)
-        nodes[1].alive.gather(peers, attempt, 5.0)
+        nodes[1].alive.gather(peers, attempt, PATIENT_S)
         assert early.result().silent == {}
     assert nodes[0].files() == {"a.pt": "a"}
 
@@ -1057,7 +1076,7 @@ def test_a_node_that_hears_nobody_does_not_pass_for_the_newest(cluster: Callable
         alone = {"n0": dead, "n1": dead, "n2": nodes[2].alive.endpoint}
         with ThreadPoolExecutor(3) as pool:
             for work in [
-                pool.submit(node.alive.gather, peers, (1, nodes.attempt), 1.0)
+                pool.submit(node.alive.gather, peers, (1, nodes.attempt), PATIENT_S)
                 for node, peers in ((nodes[0], both), (nodes[1], both), (nodes[2], alone))
             ]:
                 work.result()
@@ -1247,8 +1266,13 @@ class Truth:
         self.content, self.known_to, self.by, self.attempt = content, known_to, by, attempt
 
 
-def play(root: Path, num_nodes: int, copies: int, steps: list[tuple[str, int, str]]) -> list[str]:
-    """Returns which of the promises were put to the test."""
+def play(
+    root: Path, num_nodes: int, copies: int, steps: list[tuple[str, int, str]], *, settle_s: float = 5.0
+) -> list[str]:
+    """Returns which of the promises were put to the test.
+
+    A node that has returned is waited for in vain: after `settle_s`, what has not been copied is not counted on.
+    """
     nodes = Cluster(root, num_nodes, copies)
     truths: dict[str, Truth] = {}
     members = [node.name for node in nodes.nodes]
@@ -1282,7 +1306,7 @@ def play(root: Path, num_nodes: int, copies: int, steps: list[tuple[str, int, st
             ring = members.index(node.name)
             targets = [members[(ring + i) % len(members)] for i in range(1, min(copies, len(members)))]
             is_done = node.alive.finish_copying(
-                5 if all(nodes[int(each[1:])].replicas for each in targets) else 0.3
+                settle_s if all(nodes[int(each[1:])].replicas for each in targets) else 0.3
             )
             for name, truth in truths.items():
                 if truth.by == node.name and truth.attempt == nodes.attempt:
@@ -1340,4 +1364,4 @@ def test_the_play_puts_every_promise_to_the_test(tmp_path: Path) -> None:
         ("write", 0, "last.pt"), ("write", 0, "x y"), ("settle", 0, ""), ("gather", 0, ""),
         ("delete", 1, "x y"), ("write", 1, "last.pt"), ("settle", 0, ""), ("crash", 1, ""), ("gather", 0, ""),
     ]  # fmt: skip
-    assert set(play(tmp_path, 3, 2, steps)) == {"kept", "deleted", "writer gone"}
+    assert set(play(tmp_path, 3, 2, steps, settle_s=PATIENT_S)) == {"kept", "deleted", "writer gone"}

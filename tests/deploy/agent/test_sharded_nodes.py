@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from agents import Agents, until
@@ -19,13 +20,15 @@ def test_a_node_is_lost_with_its_disk_and_comes_back_empty(agents: Agents) -> No
     """The agents, which copy a script's own files to each other, leave the parts alone."""
     run = Run(agents, *SHARDED, min_nodes=2, copies=2)
     run.wait_step(25)
-    os.kill(agent_of(run.pids()["n2"][0]), signal.SIGKILL)
-    until(lambda: agents.status("n0").get("world_size") == 2, what="a world of two")
+    (rank,) = run.pids()["n2"]
+    os.kill(agent_of(rank), signal.SIGKILL)
+    run.wait_world(2)
+    until(lambda: not Path(f"/proc/{rank}").exists(), what="its end: it writes to its disk")
     shutil.rmtree(agents.node_dir("n2") / "snapshots")
     run.wait_step(35)
     (agents.folder / "code/long").touch()  # the others are not to be done before it is there
     run.join("n2", 2)
-    until(lambda: agents.status("n0").get("world_size") == 3, what="a world of three")
+    run.wait_world(3)
     (agents.folder / "code/long").unlink()
     losses = run.end()
     assert sorted(losses) == list(range(1, STEPS + 1))

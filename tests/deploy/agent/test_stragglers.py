@@ -198,9 +198,13 @@ def test_a_main_thread_that_works_is_told_from_one_that_waits(tmp_path: Path) ->
             assert each.stdout is not None
             each.stdout.readline()  # an interpreter's start is work
         measure = Measure({rank: each.pid for rank, each in enumerate(processes)}, tmp_path, {})
-        time.sleep(0.3)
-        shares = measure.window().ranks
-        assert shares[0].own > 0.6 > 0.4 > shares[1].own
+
+        def is_told() -> bool:
+            time.sleep(0.3)
+            shares = measure.window().ranks
+            return shares[0].own > 0.6 > 0.4 > shares[1].own
+
+        until(is_told, timeout_s=30, what="it")  # while the machine stands still, nobody works
         (tmp_path / ".waits0").write_text(
             '{"steps": 10, "seconds": 5.0, "waited_s": 1.0, "loading_s": 0.5}   '
         )
@@ -298,8 +302,15 @@ def test_py_spy_tells_who_spins_for_others_from_who_waits_for_its_data(tmp_path:
             assert each.stdout is not None
             each.stdout.readline()
         sampler = Sampler({rank: each.pid for rank, each in enumerate(processes)}, python=sys.executable)
-        sampler.begin(4.0)
-        shares = until(lambda: len(sampler.shares()) == 2 and sampler.shares(), what="the samples")
+
+        def sampled() -> Mapping[int, Sampled]:
+            # On a machine that stands still a window may be over before there are enough samples.
+            sampler.begin(4.0)
+            assert sampler._thread is not None
+            sampler._thread.join()
+            return sampler.shares()
+
+        shares = until(lambda: len(found := sampled()) == 2 and found, what="the samples")
         assert shares[0].own < 0.2
         assert (shares[1].own, shares[1].loading) > (0.8, 0.8)
     finally:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 from agents import freeze, processes_of, until
+from free_ports import free_port
 
 from nodekit.deploy.agent.ranks import worker
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
@@ -48,6 +48,8 @@ for line in sys.stdin:
         result = result(*args) if callable(result) else result
     print(json.dumps(result, default=str), flush=True)
 """
+GRACE_S = 60.0
+"""For workers that hear SIGTERM: they end at once, but a machine may stand still for longer than 5 s just then."""
 TORCH = ["torch", "torch._dynamo", "torch.optim", "torch.nn.parallel", "torch.utils.data", "no.such.module"]
 
 
@@ -129,7 +131,10 @@ class Driver:
     def end(self) -> list[int]:
         """Wait for all workers to end; their exit codes."""
         count = len(self.call("pids"))
-        codes = until(lambda: len(found := self.call("poll")) == count and found, what="their end")
+        # Workers that import torch anew, and have others do so after them, may take a minute on a slow machine.
+        codes = until(
+            lambda: len(found := self.call("poll")) == count and found, timeout_s=150, what="their end"
+        )
         self.call("stop", 0)
         return [codes[str(rank)] for rank in range(count)]
 
@@ -142,7 +147,7 @@ class Driver:
         self.process.kill()
         self.process.communicate()
         with contextlib.suppress(AssertionError):
-            until(lambda: not processes_of(self.marker), timeout_s=5)
+            until(lambda: not processes_of(self.marker), timeout_s=30)  # as `Agents` has it
         left = processes_of(self.marker)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
@@ -368,11 +373,9 @@ def test_a_script_that_trains_in_parallel_ends(driver: Drivers, how: str) -> Non
     one = driver(["torch._dynamo", "torch.nn.parallel", "torch.optim"])
     command = (*one.script(DATA_PARALLEL), how)
     for _ in range(8):  # without the mend most of them hang
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
         place = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": "3",
             "GLOO_SOCKET_IFNAME": "lo",
         }
@@ -524,7 +527,7 @@ def test_poll_tells_who_has_ended_and_stop_ends_the_rest(light: Driver) -> None:
     light.said("up")
     until(lambda: light.call("poll") == {"1": 3})
     assert light.call("pids") == {str(rank): pid for rank, pid in pids.items()}
-    assert light.call("stop", 10) is False
+    assert light.call("stop", GRACE_S) is False
     assert light.call("pids") == {}
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
     assert light.run(ends, ends) == [(3, ""), (3, "")]
@@ -537,7 +540,7 @@ def test_a_worker_that_hears_sigterm_may_take_its_time(light: Driver) -> None:
     )
     light.start(script)
     light.said("up")
-    assert light.call("stop", 20) is False
+    assert light.call("stop", GRACE_S) is False
     assert light.log() == "up\nsaved\n"
 
 
@@ -560,7 +563,7 @@ def test_a_stopped_worker_does_not_hold_up_a_stop(light: Driver, heard: bool) ->
     light.said("up")
     os.kill(pid, signal.SIGSTOP)
     until(lambda: b") T " in Path(f"/proc/{pid}/stat").read_bytes())
-    assert light.call("stop", 5 if heard else 0.2) is not heard
+    assert light.call("stop", GRACE_S if heard else 0.2) is not heard
 
 
 @pytest.mark.parametrize("preload", [[], None])
@@ -579,7 +582,7 @@ def test_a_worker_that_cannot_be_ended_is_told_and_not_waited_for(
     assert not Path(f"/proc/{pids[0]}").exists()
     light.start(light.script(UP))  # and it hears what it is asked
     light.said("up")
-    assert light.call("stop", 5) is False
+    assert light.call("stop", GRACE_S) is False
     assert len(light.call("stuck")) == 1
 
 
@@ -587,7 +590,7 @@ def test_a_stop_right_after_the_start_is_heard(light: Driver) -> None:
     script = light.script(UP)
     for _ in range(10):
         light.start(script, script)
-        assert light.call("stop", 5) is False
+        assert light.call("stop", GRACE_S) is False
 
 
 WITH_CHILDREN = """
@@ -609,7 +612,7 @@ def test_what_a_worker_started_is_ended_with_it(light: Driver, rest: str) -> Non
     until(lambda: sleepers(light) == ["sleep 601 ", "sleep 602 ", "sleep 603 "])
     if rest != UP:
         until(lambda: light.call("poll") == {"0": 0})
-    assert light.call("stop", 5) is False
+    assert light.call("stop", GRACE_S) is False
     assert sleepers(light) == []
 
 
@@ -620,7 +623,7 @@ def test_a_killed_agent_leaves_nothing(light: Driver) -> None:
     light.said("up", 1)
     assert len(processes_of(light.marker)) >= 3
     light.process.kill()
-    until(lambda: list(processes_of(light.marker)) in ([], [light.process.pid]), timeout_s=5)
+    until(lambda: list(processes_of(light.marker)) in ([], [light.process.pid]))
 
 
 def test_without_its_server_workers_die_and_the_next_start_afresh(driver: Drivers) -> None:
@@ -631,12 +634,12 @@ def test_without_its_server_workers_die_and_the_next_start_afresh(driver: Driver
     one.said("up")
     until(lambda: one.call("poll") == {"1": 3})
     os.kill(one.server, signal.SIGKILL)
-    until(lambda: one.call("poll") == {"0": -signal.SIGKILL, "1": 3}, timeout_s=5)
-    one.call("stop", 5)
+    until(lambda: one.call("poll") == {"0": -signal.SIGKILL, "1": 3})
+    one.call("stop", GRACE_S)
     one.start(script)
     one.said("up")
     assert one.call("fresh") == {"0": "there is no fork server"}
-    assert one.call("stop", 5) is False
+    assert one.call("stop", GRACE_S) is False
     assert "the fork server is lost" in (one.folder / "driver.log").read_text()
 
 

@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agents import until
 from free_ports import free_port
 from lab_hosts import BUSY_S
 from sshd import Sshd, keygen, learn
@@ -89,11 +91,9 @@ def test_streams_and_exit_status_of_a_command(connection: ssh.SshConnection) -> 
     process.stdin.write(b"\x00\xff\n")
     process.stdin.close()
     assert process.stdout.read() == b"\x00\xff\n"
-    deadline = time.monotonic() + 5
-    while process.exit_status is None and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: process.exit_status is not None)
     assert process.exit_status == 7
-    assert process.stderr_tail() == "oops\n"
+    until(lambda: process.stderr_tail() == "oops\n", what="what it wrote to stderr")
     process.close()
 
 
@@ -111,7 +111,8 @@ def test_lost_connection_ends_reading(start_sshd: Start, target: Make) -> None:
     for session in subprocess.run(
         ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True
     ).stdout.split():
-        os.kill(int(session), 9)
+        with contextlib.suppress(ProcessLookupError):  # of the look whether sshd is there, and just ended
+            os.kill(int(session), 9)
     assert process.stdout.read() == b""
     assert process.exit_status is None
     with pytest.raises(HostError, match=r"gpu1: .*did not start a command"):
@@ -351,27 +352,36 @@ def test_encrypted_key_with_nobody_to_ask(start_sshd: Start, target: Make, own_h
     assert f"`ssh-add {key}`" in problem(target(start_sshd(), identity_file=str(key)))
 
 
-def test_time_to_type_a_passphrase_is_not_counted(start_sshd: Start, target: Make, own_home: Path) -> None:
+def test_time_to_type_a_passphrase_is_not_counted(
+    start_sshd: Start, target: Make, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = keygen(own_home / "locked", passphrase="slow")
     server = start_sshd(authorized=key.with_suffix(".pub"))
-    typed = threading.Event()
+    typed_s: list[float] = []
+    # By a clock of its own: the rest has a minute, and a busy machine may need more than a second of it.
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(typed_s))
+    monkeypatch.setattr(sshclient, "time", clock)
 
     def ask(_: str) -> str:
-        typed.wait(1.2)
+        typed_s.append(3600.0)
         return "slow"
 
-    ssh.connect(target(server, identity_file=str(key)), timeout_s=1.0, ask_passphrase=ask).close()
+    ssh.connect(target(server, identity_file=str(key)), timeout_s=60.0, ask_passphrase=ask).close()
+    assert typed_s == [3600.0]
 
 
 @pytest.fixture
 def agent(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An ssh-agent of the test's own."""
     path = own_home / "agent"
+
+    def listens() -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(path)) == 0
+
     process = subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
     monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
-    deadline = time.monotonic() + 5
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(listens, what="ssh-agent")
     yield
     process.terminate()
     process.wait(10)
@@ -456,10 +466,24 @@ def silent() -> Iterator[socket.socket]:
 
 
 def test_port_that_never_greets_is_bounded(target: Make, start_sshd: Start, silent: socket.socket) -> None:
+    silent.listen(100)  # it is called more than once
     port = silent.getsockname()[1]
-    assert f"127.0.0.1:{port} did not say the SSH greeting" in problem(
-        target(start_sshd(), port=port), timeout_s=0.7
-    )
+    tell_in_time(target(start_sshd(), port=port), f"127.0.0.1:{port} did not say the SSH greeting")
+
+
+def tell_in_time(where: ssh.SshTarget, wanted: str) -> None:
+    """What is said of a host for which there are 0.7 s.
+
+    Where the machine has stood still for so long, the time was over before the host was called, or its other address.
+    """
+
+    def is_told() -> bool:
+        said = problem(where, timeout_s=0.7)
+        late = "did not connect within 0.7 s" in said or "no answer from the name server" in said
+        assert late or wanted in said
+        return not late
+
+    until(is_told, what=wanted)
 
 
 def test_port_that_takes_no_connection_is_bounded(
@@ -491,9 +515,19 @@ def test_a_name_with_an_address_that_does_not_answer_is_reached_at_its_other(
     def answer(host: str, port: int, **kwargs: Any) -> list[Any]:
         return [found for last in order for found in ask(f"127.0.0.{last}", port, **kwargs)]
 
+    shares_s: list[float] = []
+    connected = sshclient._connected
+
+    def connect(found: Any, share_s: float) -> socket.socket:
+        shares_s.append(share_s)
+        return connected(found, min(share_s, 1.0) if found[4][0] == "127.0.0.2" else share_s)
+
+    # A minute, for a busy machine to log in; the silent address has its share of that, half, cut short here.
+    monkeypatch.setattr(sshclient, "_connected", connect)
     with socket.create_server(("127.0.0.2", sshd.port), backlog=1) as silent, taking_no_more(silent):
         monkeypatch.setattr(socket, "getaddrinfo", answer)
-        opened = ssh.connect(target(sshd), timeout_s=1 + BUSY_S)
+        opened = ssh.connect(target(sshd), timeout_s=60.0)
+    assert shares_s[0] <= 30
     assert run(opened, "echo", "there") == b"there\n"
     opened.close()
 
@@ -514,9 +548,10 @@ def test_what_is_said_of_a_name_is_that_one_of_its_addresses_does_not_answer_and
     where = target(start_sshd(), port=port)
     with taking_no_more(silent):
         monkeypatch.setattr(socket, "getaddrinfo", answer)  # at 127.0.0.2 nobody listens
-        assert problem(where, timeout_s=0.7) == (
+        tell_in_time(
+            where,
             f"127.0.0.1:{port} cannot be reached (Connection refused at 127.0.0.2; no answer at 127.0.0.1); "
-            "is sshd running at 127.0.0.2, and on that port? is 127.0.0.1 overloaded, or a firewall in between?"
+            "is sshd running at 127.0.0.2, and on that port? is 127.0.0.1 overloaded, or a firewall in between?",
         )
 
 

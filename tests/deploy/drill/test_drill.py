@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -352,16 +351,32 @@ def test_mid_save_waits_for_a_file_that_grows_and_sends_nothing_if_none_does(
     (tmp_path / "snapshots/old.pt").write_bytes(b"old")
     assert agents.inject(node_dir, "workers", signal.SIGKILL, saving_s=0.2)["pids"] == []
     assert sleeper.poll() is None
-    writer = subprocess.Popen(["sh", "-c", f"sleep 0.3; echo more >>'{tmp_path}/snapshots/old.pt'"])
-    assert agents.inject(node_dir, "workers", signal.SIGKILL, saving_s=10)["pids"] == [sleeper.pid]
-    writer.wait()
+    # Again and again, since a busy machine may write before it is looked at.
+    grow = f"while sleep 0.1; do echo more >>'{tmp_path}/snapshots/old.pt'; done"
+    writer = subprocess.Popen(["sh", "-c", grow], start_new_session=True)
+    try:
+        assert agents.inject(node_dir, "workers", signal.SIGKILL, saving_s=60)["pids"] == [sleeper.pid]
+    finally:
+        os.killpg(writer.pid, signal.SIGKILL)
+        writer.wait()
 
 
 # --- real ones ----------------------------------------------------------------------------------------------
 
+# How the jobs below pause. One whose unbroken run is over goes slowly from where it is to be struck until it has been:
+# at its own pace, of three seconds in all, it might end before.
+PACE = """
+import os, time
+WHOLE = os.environ.get("WHOLE", "")
+may_be_struck = os.path.exists(WHOLE) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+def pause(step):
+    time.sleep(1 if step > 22 and may_be_struck else 0.05)
+    if step == 60 and WHOLE:
+        open(WHOLE, "w").close()
+"""
 # Without torch, so that it starts soon; its ranks need no meeting.
 COUNTER = """
-import json, os, sys, time
+import json, sys
 restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
 output, snapshots = os.environ["NODEKIT_OUTPUT_DIR"], os.environ["NODEKIT_SNAPSHOT_DIR"]
 os.makedirs(output, exist_ok=True)
@@ -370,7 +385,7 @@ if os.path.exists(snapshots + "/step"):
     done = int(open(snapshots + "/step").read())
 with open(output + "/metrics.jsonl", "a") as metrics:
     for step in range(done + 1, 61):
-        time.sleep(0.05)
+        pause(step)
         loss = 1.0 / step + (restarted and "forgets" in sys.argv)
         metrics.write(json.dumps({"step": step, "loss": loss, "time": time.time()}) + "\\n")
         metrics.flush()
@@ -385,12 +400,13 @@ with open(output + "/metrics.jsonl", "a") as metrics:
 def project(tmp_path: Path) -> Kit:
     """A project with a job of its own and two nodes on this machine."""
     kit = Kit(tmp_path / "my 'project' $HOME; \"x\"", None)
-    (kit.folder / "job.py").write_text(COUNTER)
+    (kit.folder / "job.py").write_text(PACE + COUNTER)
     values = {
         "connection": "local",
         "python": warm_agents.program(),
         "workdir": str(tmp_path / "work"),
         "hosts": {"n1": None, "n2": None},
+        "job": {"env": {"WHOLE": str(tmp_path / "whole")}},
     }
     (kit.folder / "mine.yaml").write_text(yaml.safe_dump(values))
     return kit
@@ -403,6 +419,7 @@ def test_a_job_that_forgets_is_found_out_and_one_that_does_not_survives(project:
     (result,) = json.loads(done.stdout)
     assert (result["outcome"], result["where"]) == ("not survived", "n2")
     assert result["problem"].startswith("its loss curve differs from step ")
+    (project.folder.parent / "whole").unlink()
     done = project.run("drill", "mine.yaml", "worker", "--", "job.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 of 1 faults survived" in done.stdout
@@ -416,7 +433,7 @@ def test_a_job_that_forgets_is_found_out_and_one_that_does_not_survives(project:
 
 # As users have it: torch's own checkpoint, written by rank 0. With every release of torch that kit runs scripts with.
 DDP = """
-import json, os, time
+import json
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -442,7 +459,7 @@ for step in range(done + 1, 61):
     loss.backward()
     optimizer.step()
     dist.all_reduce(loss := loss.detach())
-    time.sleep(0.05)
+    pause(step)
     if dist.get_rank() == 0:
         with open(output + "/metrics.jsonl", "a") as metrics:
             metrics.write(json.dumps({"step": step, "loss": loss.item(), "time": time.time()}) + "\\n")
@@ -458,7 +475,7 @@ os._exit(0)  # gloo's threads may abort an interpreter that ends by itself
 
 @pytest.mark.slow
 def test_a_script_with_ddp_goes_on_from_its_own_checkpoint(project: Kit) -> None:
-    (project.folder / "job.py").write_text(DDP)
+    (project.folder / "job.py").write_text(PACE + DDP)
     done = project.run("drill", "mine.yaml", "worker", "--json", "--", "job.py")
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = json.loads(done.stdout)
@@ -477,6 +494,8 @@ def test_a_job_that_fails_unbroken_is_not_struck(project: Kit) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_run_that_is_under_way(project: Kit, number: signal.Signals) -> None:
+    # At its own pace of three seconds in all, the next run might be under way by then.
+    (project.folder / "job.py").write_text(PACE.replace("0.05", "0.5") + COUNTER)
     drill = project.start("drill", "mine.yaml", "worker", "--", "job.py")
     state = Path(os.environ["XDG_STATE_HOME"]) / "nodekit"
 
@@ -494,21 +513,21 @@ def test_ctrl_c_ends_the_run_that_is_under_way(project: Kit, number: signal.Sign
 
 
 @pytest.mark.lab
+@pytest.mark.timeout(900)  # three runs: minutes, on a busy machine
 def test_a_lab_is_drilled_and_whole_again_afterwards(kit: Kit) -> None:
     kit.inventory()
-    started = time.monotonic()
-    training = ["-m", "nodekit.training", "--task", "nodekit.deploy.drill.drill_task:Paced", "--epochs", "4"]
+    # From the step at which it is struck, a third of the way, there are to be more than the seconds of a busy machine.
+    training = ["-m", "nodekit.training", "--task", "nodekit.deploy.drill.drill_task:Paced", "--epochs", "8"]
     done = kit.run(
         *("drill", "lab.yaml", "power", "worker", "--json", "--", *training, "--snapshot-every", "10"),
-        timeout_s=280,
+        timeout_s=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - started < 200
     power, worker = json.loads(done.stdout)
     assert (power["outcome"], power["where"], power["curve"]["sameness"]) == ("survived", "node3", "equal")
     assert 0 < power["detected_s"] < power["resumed_s"]
     assert (worker["outcome"], worker["where"], worker["world_sizes"]) == ("survived", "node3", [3])
-    assert 0 < worker["detected_s"] < worker["resumed_s"] < 30
+    assert 0 < worker["detected_s"] < worker["resumed_s"]
     assert worker["steps_lost"] == 0, "the ranks that were left have saved the last step"
     assert kit.lab is not None
     assert [kit.lab.status(host) for host in kit.lab.hosts] == ["up"] * 3
@@ -518,7 +537,7 @@ def test_a_lab_is_drilled_and_whole_again_afterwards(kit: Kit) -> None:
 @pytest.mark.lab
 def test_ctrl_c_while_a_host_is_down_leaves_the_lab_whole_and_nothing_running(kit: Kit) -> None:
     kit.inventory()
-    (kit.folder / "job.py").write_text(COUNTER.replace("0.05", "0.2"))
+    (kit.folder / "job.py").write_text(PACE.replace("0.05", "0.2") + COUNTER)
     drill = kit.start("drill", "lab.yaml", "power", "--", "job.py")
     kit.wait_for("its power is gone", timeout_s=120)
     assert kit.lab is not None

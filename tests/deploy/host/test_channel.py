@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from agents import until
 
 from nodekit.deploy import host
 from nodekit.deploy.connect.channel import (
@@ -38,6 +39,7 @@ from nodekit.inventory.errors import HostError
 
 @pytest.fixture
 def channel() -> Iterator[HostChannel]:
+    # Calls have 30 s: 5, as it once was, are less than a machine may stand still.
     opened = open_local("here", sys.executable)
     yield opened
     opened.close()
@@ -57,13 +59,14 @@ def test_what_to_do_comes_over_the_wire_as_a_field_of_its_own(channel: HostChann
 
 
 def test_facts_say_what_the_host_is(channel: HostChannel, tmp_path: Path) -> None:
+    before = time.time()
     found = channel.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / "a b"), peers=["127.0.0.1"])
     assert found["hostname"] == socket.gethostname()
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"name": "lo", "up": True, "addresses": ["127.0.0.1", "::1"]} in found["interfaces"]
     assert found["routes"] == {"127.0.0.1": "127.0.0.1"}
     assert found["workdir_problem"] is None
-    assert abs(found["time"] - time.time()) < 5
+    assert before <= found["time"] <= time.time()
 
 
 def test_torchs_version_is_told_without_importing_it(channel: HostChannel, tmp_path: Path) -> None:
@@ -88,20 +91,20 @@ def test_a_workdir_that_cannot_be_made_is_named(channel: HostChannel, tmp_path: 
 
 
 def test_a_held_port_is_nobody_elses(channel: HostChannel) -> None:
-    port = channel.call("hold_port", timeout_s=5, address="127.0.0.1")
+    port = channel.call("hold_port", timeout_s=30, address="127.0.0.1")
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("127.0.0.1", port))
 
 
 def test_an_error_there_keeps_its_type_and_names_the_host(channel: HostChannel) -> None:
     with pytest.raises(RemoteError) as caught:
-        channel.call("start", timeout_s=5, node_dir="/nonexistent", spec={})
+        channel.call("start", timeout_s=30, node_dir="/nonexistent", spec={})
     assert (caught.value.host, caught.value.type) == ("here", "KeyError")
 
 
 def test_the_newest_committed_snapshot_is_told(channel: HostChannel, tmp_path: Path) -> None:
     def newest() -> object:
-        return channel.call("status", timeout_s=5, node_dir=str(tmp_path))["snapshot"]
+        return channel.call("status", timeout_s=30, node_dir=str(tmp_path))["snapshot"]
 
     assert newest() == [-1, 0]
     (tmp_path / "snapshots").mkdir()
@@ -142,10 +145,11 @@ def test_a_snapshot_folder_that_cannot_be_listed_is_not_an_empty_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "g0001-s000000020.json").touch()
-    monkeypatch.setattr(files, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(files, "PATIENCE_S", 60.0)  # a busy machine takes its time to try again
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", failing(listdir, tmp_path, errno.ESTALE, 2))
     assert status.newest_snapshot(str(tmp_path)) == [1, 20], "it was tried again"
+    monkeypatch.setattr(files, "PATIENCE_S", 0.2)
     monkeypatch.setattr(os, "listdir", failing(listdir, tmp_path, errno.EIO, 99))
     assert status.newest_snapshot(str(tmp_path)) == [1, 20], "for a while the last answer is good enough"
     monkeypatch.setattr(status, "HELD_S", 0.0)
@@ -159,11 +163,12 @@ def test_what_cannot_be_read_of_a_node_is_not_missing(
 ) -> None:
     (tmp_path / "fence").write_text("4\n")
     (tmp_path / "spec.json").write_text('{"generation": 4}')
-    monkeypatch.setattr(files, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(files, "PATIENCE_S", 60.0)  # a busy machine takes its time to try again
     real = os.open
     monkeypatch.setattr(os, "open", failing(real, tmp_path / file, errno.EMFILE, 2))
     found = status.status(str(tmp_path))
     assert (found["fence"], found["generation"]) == (4, 4)
+    monkeypatch.setattr(files, "PATIENCE_S", 0.2)
     monkeypatch.setattr(os, "open", failing(real, tmp_path / file, errno.EIO, 99))
     with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / file}'"):
         status.status(str(tmp_path))
@@ -175,21 +180,27 @@ def test_a_fence_that_holds_no_number_is_not_no_fence(tmp_path: Path) -> None:
         status.fence_in(str(tmp_path))
 
 
+def blocked(folder: Path) -> dict[str, Any]:
+    """A call that is never answered: opening a FIFO blocks."""
+    (folder / "logs").mkdir()
+    os.mkfifo(folder / "logs/rank0-attempt0.0.log")
+    return {"op": "hostfollow.logs", "node_dir": str(folder), "timeout_s": 0.2}
+
+
 def test_what_takes_too_long_is_not_waited_for(channel: HostChannel, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "agent.json")  # reading it blocks
     with pytest.raises(ChannelLost, match="here: no answer within 0 s"):
-        channel.call("status", timeout_s=0.2, node_dir=str(tmp_path))
-    assert channel.call("hold_port", timeout_s=5, address="127.0.0.1")  # and the channel lives on
+        channel.call(**blocked(tmp_path))
+    assert channel.call("hold_port", timeout_s=30, address="127.0.0.1")  # and the channel lives on
 
 
 def test_calls_run_side_by_side(channel: HostChannel, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "agent.json")
-    blocked = on_all(
-        {"blocked": tmp_path, "free": tmp_path / "none"},
-        lambda path: channel.call("status", timeout_s=0.5, node_dir=str(path)),
-    )
-    assert isinstance(blocked["blocked"], ChannelLost)
-    free = blocked["free"]
+    calls: dict[str, dict[str, Any]] = {
+        "blocked": blocked(tmp_path),
+        "free": {"op": "status", "node_dir": str(tmp_path / "none"), "timeout_s": 30},
+    }
+    found = on_all(calls, lambda call: channel.call(**call))
+    assert isinstance(found["blocked"], ChannelLost)
+    free = found["free"]
     assert not isinstance(free, Exception)
     assert (free["alive"], free["known"], free["fence"]) == (False, False, -1)
 
@@ -220,7 +231,7 @@ def test_a_banner_on_stdout_does_not_disturb(tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\necho "Welcome to {{gpu1}}!"\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     opened = open_local("here", str(python))
-    assert opened.call("hold_port", timeout_s=5, address="127.0.0.1")
+    assert opened.call("hold_port", timeout_s=30, address="127.0.0.1")
     opened.close()
 
 
@@ -232,10 +243,9 @@ def test_a_python_that_does_not_run_is_an_error_with_its_cure(python: str) -> No
 
 def test_a_link_that_is_gone_fails_its_calls_at_once(channel: HostChannel) -> None:
     os.kill(channel._process._popen.pid, 9)  # type: ignore[attr-defined]
-    start = time.monotonic()
-    with pytest.raises(ChannelLost):
+    with pytest.raises(ChannelLost) as lost:
         channel.call("hold_port", timeout_s=30, address="127.0.0.1")
-    assert time.monotonic() - start < 5
+    assert "no answer within" not in str(lost.value)
 
 
 def test_log_lines_come_whole_and_once(channel: HostChannel, tmp_path: Path) -> None:
@@ -243,15 +253,15 @@ def test_log_lines_come_whole_and_once(channel: HostChannel, tmp_path: Path) -> 
     logs.mkdir()
     log = logs / "rank0-attempt0.0.log"
     log.write_bytes("één\nhalf".encode())
-    offsets, found = channel.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path))
+    offsets, found = channel.call("hostfollow.logs", timeout_s=30, node_dir=str(tmp_path))
     assert found == [[log.name, "één\n"]]
     log.write_bytes("één\nhalf a line\n".encode())
-    offsets, found = channel.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)
+    offsets, found = channel.call("hostfollow.logs", timeout_s=30, node_dir=str(tmp_path), offsets=offsets)
     assert found == [[log.name, "half a line\n"]]
     log.write_bytes("één\nhalf a line\nlast words".encode())
-    assert channel.call("hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets)[1] == []
+    assert channel.call("hostfollow.logs", timeout_s=30, node_dir=str(tmp_path), offsets=offsets)[1] == []
     _, found = channel.call(
-        "hostfollow.logs", timeout_s=5, node_dir=str(tmp_path), offsets=offsets, final=True
+        "hostfollow.logs", timeout_s=30, node_dir=str(tmp_path), offsets=offsets, final=True
     )
     assert found == [[log.name, "last words\n"]]
 
@@ -279,11 +289,17 @@ def followed(
     (node_dir / "logs/rank0-attempt0.0.log").write_text("begun\n" + 1_000 * (999 * "x" + "\n"))
     rests = iter(meanwhile)
     sent: list[list[dict[str, Any]]] = [[]]
+    clock = node_dir.with_name("clock")
+
+    def tick_ns() -> int:
+        clock.touch()
+        return clock.stat().st_mtime_ns
 
     def rest(alarm: object, agent: object, status: dict[str, Any]) -> set[str]:
         assert (agent, status["state"]) == (own, "running")
         sent.append([])
-        time.sleep(0.02)  # more than a tick of the file system's clock
+        last_ns = tick_ns()
+        until(lambda: tick_ns() > last_ns, what="a tick of the file system's clock")
         if (change := next(rests, None)) is None:
             raise Enough
         change()
@@ -442,9 +458,9 @@ def test_the_spec_is_private(channel: HostChannel, tmp_path: Path) -> None:
     agent = tmp_path / "agent"
     agent.write_text("#!/bin/sh\nexec cat\n")
     agent.chmod(0o755)
-    channel.call("prestart", timeout_s=5, node_dir=str(node_dir), python=str(agent), kit_dir="/none", env={})
+    channel.call("prestart", timeout_s=30, node_dir=str(node_dir), python=str(agent), kit_dir="/none", env={})
     channel.call(
-        "start", timeout_s=5, node_dir=str(node_dir), spec={"argv": ["a b", "$HOME"], "generation": 0}
+        "start", timeout_s=30, node_dir=str(node_dir), spec={"argv": ["a b", "$HOME"], "generation": 0}
     )
     assert (node_dir / "spec.json").stat().st_mode & 0o777 == 0o600
     assert json.loads((node_dir / "spec.json").read_text()) == {"argv": ["a b", "$HOME"], "generation": 0}
@@ -458,7 +474,7 @@ def test_a_fence_stands_with_the_node_and_where_its_ranks_save_and_only_goes_up(
     spec = {"generation": 0, "env": {"NODEKIT_SNAPSHOT_DIR": str(saved)}}
     (node_dir / "spec.json").write_text(json.dumps(spec))
     for generation, fence in ((2, 2), (1, 2), (3, 3)):
-        told = channel.call("fence", timeout_s=5, node_dir=str(node_dir), generation=generation)
+        told = channel.call("fence", timeout_s=30, node_dir=str(node_dir), generation=generation)
         assert told["fence"] == fence
         assert [(folder / "fence").read_text() for folder in (node_dir, saved)] == [f"{fence}\n"] * 2
 
@@ -481,12 +497,12 @@ def test_a_node_lets_in_no_generation_that_is_over(
     (tmp_path / "agent").write_text("#!/bin/sh\nexec cat\n")
     (tmp_path / "agent").chmod(0o755)
     node = {"node_dir": str(tmp_path / "node")}
-    channel.call("prestart", timeout_s=5, python=str(tmp_path / "agent"), kit_dir="/none", env={}, **node)
+    channel.call("prestart", timeout_s=30, python=str(tmp_path / "agent"), kit_dir="/none", env={}, **node)
     (tmp_path / "node/spec.json").write_text(json.dumps({"generation": own}))
-    channel.call("fence", timeout_s=5, generation=fence, **node)
+    channel.call("fence", timeout_s=30, generation=fence, **node)
     with pytest.raises(RemoteError, match=over) if over else contextlib.nullcontext():
-        channel.call("start", timeout_s=5, spec={"generation": generation}, called_off=called_off, **node)
-    assert channel.call("status", timeout_s=5, **node)["fence"] == (fence if over else generation)
+        channel.call("start", timeout_s=30, spec={"generation": generation}, called_off=called_off, **node)
+    assert channel.call("status", timeout_s=30, **node)["fence"] == (fence if over else generation)
     assert json.loads((tmp_path / "node/spec.json").read_text())["generation"] == (
         own if over else generation
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lab_hosts import connect_s, no_answer, on, processes, wait_until
+from lab_hosts import best_connect_s, connect_s, no_answer, on, processes, wait_until
 
 from nodekit.deploy.lab import lab_disk, lab_network
 from nodekit.deploy.lab.lab_cluster import Lab
@@ -38,7 +38,8 @@ def talk(lab: Lab, host: str) -> Iterator[socket.socket]:
         try:
             assert server.stdout is not None
             assert server.stdout.readline() == b"ready\n"
-            with socket.create_connection((lab.hosts[host].address, 7777), timeout=5) as connection:
+            # Its answers have more than the 5 s that a machine may stand still with all that is on it.
+            with socket.create_connection((lab.hosts[host].address, 7777), timeout=60) as connection:
                 connection.sendall(b"hello")
                 assert connection.recv(5) == b"hello"
                 yield connection
@@ -46,19 +47,14 @@ def talk(lab: Lab, host: str) -> Iterator[socket.socket]:
             server.kill()
 
 
-def hear(lab: Lab, host: str) -> bytes:
+def hear(lab: Lab, host: str, wait_s: float) -> bytes:
     """What a host says to this machine in a datagram."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
         ear.bind((lab_network.control_address(lab.network), 0))
-        ear.settimeout(0.5)
+        ear.settimeout(wait_s)
         port = str(ear.getsockname()[1])
         on(lab, host, "bash", "-c", 'printf hello > "/dev/udp/control/$0"', port)
         return ear.recv(100)
-
-
-def best_connect_s(lab: Lab, host: str) -> float:
-    """The fastest of three connections: this machine may be busy."""
-    return min(connect_s(lab, host) for _ in range(3))
 
 
 @in_a_lab
@@ -117,7 +113,7 @@ def test_a_host_runs_this_python_with_its_packages(lab: Lab) -> None:
 def test_the_stock_ssh_client_gets_in_with_the_labs_key_and_known_hosts(lab: Lab) -> None:
     for host in lab.hosts:
         answer = subprocess.run(
-            lab.ssh_argv(host, "hostname; echo ~"), capture_output=True, text=True, timeout=10
+            lab.ssh_argv(host, "hostname; echo ~"), capture_output=True, text=True, timeout=60
         )
         assert (answer.stdout.split(), answer.stderr) == ([host, str(lab_disk.root_home())], "")
     keys = {line.split()[2] for line in lab.known_hosts.read_text().splitlines()}
@@ -150,7 +146,6 @@ def test_a_crash_resets_connections_and_ends_every_process(lab: Lab) -> None:
     before = processes(lab, "node1")
     with talk(lab, "node1") as connection:
         lab.crash("node1")
-        connection.settimeout(2)
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(1) == b""
     assert lab.status("node1") == "crashed"
@@ -159,7 +154,7 @@ def test_a_crash_resets_connections_and_ends_every_process(lab: Lab) -> None:
         connect_s(lab, "node1")
     with pytest.raises(HostError, match="node1: has crashed; `kit lab revive node1 --folder "):
         lab.run("node1", ["true"])
-    assert connect_s(lab, "node2") < 1
+    assert best_connect_s(lab, "node2", 1) < 1
     lab.crash("node1")  # once more does no harm
 
 
@@ -175,7 +170,7 @@ def test_a_revived_host_has_its_disk_address_and_host_key(lab: Lab) -> None:
     lab.crash("node2")
     lab.revive("node2")
     answer = subprocess.run(
-        lab.ssh_argv("node2", "cat /root/kept; ls /run"), capture_output=True, text=True, timeout=10
+        lab.ssh_argv("node2", "cat /root/kept; ls /run"), capture_output=True, text=True, timeout=60
     )
     assert answer.stdout.split() == ["kept", "lock", "sshd"]
     assert ["sleep", "1000.2"] not in lab.processes("node2").values()
@@ -195,8 +190,9 @@ def test_a_cut_cable_is_silent_until_mended(lab: Lab) -> None:
             connection.recv(1)
         assert no_answer(lab, "node3")
         lab.mend("node3")
-        assert connect_s(lab, "node3") < 0.5
-        connection.settimeout(5)
+        assert best_connect_s(lab, "node3", 0.5) < 0.5
+        # TCP says it again at growing intervals: that may be as long after the mending as the cable was out.
+        connection.settimeout(60)
         assert connection.recv(100) == b"are you there"
     assert lab.status("node3") == "up"
 
@@ -217,7 +213,7 @@ def test_cut_then_crash_is_a_power_loss_that_nobody_is_told_of(lab: Lab) -> None
 
 @in_a_lab
 def test_a_host_cut_off_from_this_machine_still_sees_the_others(lab: Lab) -> None:
-    assert hear(lab, "node1") == b"hello"
+    assert hear(lab, "node1", 30) == b"hello"
     with talk(lab, "node1") as connection:
         lab.cut_control("node1")
         connection.sendall(b"are you there")
@@ -227,24 +223,24 @@ def test_a_host_cut_off_from_this_machine_still_sees_the_others(lab: Lab) -> Non
         assert no_answer(lab, "node1")
         assert lab.status("node1") == "up, control cut"
         with pytest.raises(TimeoutError):
-            hear(lab, "node1")
+            hear(lab, "node1", 0.5)
         assert on(lab, "node1", sys.executable, "-c", REACH, "node2") == "SSH-"
         assert on(lab, "node2", sys.executable, "-c", REACH, "node1") == "SSH-"
         lab.mend("node1")
-        assert connect_s(lab, "node1") < 0.5
+        assert best_connect_s(lab, "node1", 0.5) < 0.5
 
 
 @in_a_lab
 def test_a_slow_link_delays_each_way_until_mended(lab: Lab) -> None:
-    assert best_connect_s(lab, "node1") < 0.1
+    assert best_connect_s(lab, "node1", 0.1) < 0.1
     lab.slow("node1", delay_ms=100)
     assert lab.status("node1") == "up, slow"
-    assert 0.2 <= best_connect_s(lab, "node1") < 0.5
-    assert best_connect_s(lab, "node2") < 0.1
+    assert 0.2 <= best_connect_s(lab, "node1", 0.5) < 0.5
+    assert best_connect_s(lab, "node2", 0.1) < 0.1
     lab.slow("node1", delay_ms=30)  # in place of the first delay, not on top of it
-    assert 0.06 <= best_connect_s(lab, "node1") < 0.2
+    assert 0.06 <= best_connect_s(lab, "node1", 0.2) < 0.2
     lab.mend("node1")
-    assert best_connect_s(lab, "node1") < 0.06
+    assert best_connect_s(lab, "node1", 0.06) < 0.06
 
 
 @in_a_lab
@@ -252,7 +248,7 @@ def test_a_slow_link_has_a_rate_and_loses_packets(lab: Lab) -> None:
     def fetch_s() -> float:
         started = time.perf_counter()
         command = lab.ssh_argv("node2", "head -c 2000000 /dev/zero")
-        answer = subprocess.run(command, capture_output=True, timeout=20, check=True)
+        answer = subprocess.run(command, capture_output=True, timeout=60, check=True)
         assert len(answer.stdout) == 2_000_000
         return time.perf_counter() - started
 
@@ -272,7 +268,7 @@ def test_mend_undoes_all_faults_at_once(lab: Lab) -> None:
     assert lab.status("node1") == "up, cut, slow, control cut"
     lab.mend("node1")
     assert lab.status("node1") == "up"
-    assert best_connect_s(lab, "node1") < 0.2
+    assert best_connect_s(lab, "node1", 0.2) < 0.2
 
 
 @in_a_lab

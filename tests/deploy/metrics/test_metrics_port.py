@@ -36,7 +36,7 @@ USAGE = {
 
 def scrape(place: Place) -> dict[tuple[str, ...], float]:
     """(name, the labels' values but for the run's …) → value."""
-    with urllib.request.urlopen(place.url, timeout=10) as answer:
+    with urllib.request.urlopen(place.url, timeout=60) as answer:  # 10 s are hardly more than a stall
         text = answer.read().decode()
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(text):
@@ -81,7 +81,8 @@ def test_what_the_nodes_and_the_events_say_is_served() -> None:
         found = scrape(place)
     finally:
         observer.close()
-    assert found.pop(("node_seconds_since_progress", "gpu1")) == pytest.approx(7, abs=5)
+    since_s = found.pop(("node_seconds_since_progress", "gpu1"))
+    assert 6.9 <= since_s <= 7.1 + time.time() - now
     assert 0 < found.pop(("goodput_ratio",)) < 1
     assert found.pop(("lost_seconds", "start")) == pytest.approx(20, abs=1)
     assert {
@@ -138,7 +139,7 @@ def test_strangers_who_ask_for_nothing_keep_nobody_from_an_answer() -> None:
 
 def test_a_port_in_use_is_refused_and_hurts_nothing_later() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", free_port()))  # which nobody's connection has, when it is free again
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from agents import until
 from kit_runs import Kit, run_id
+from lab_hosts import BUSY_S
 from places import RECORDED
 from test_plan import facts, gpus_there, inventory
 
@@ -724,8 +725,9 @@ def test_the_report_names_each_cell_once_and_fits_the_terminal() -> None:
 
 def check(kit: Kit, *args: str, file: str = "lab.yaml", rc: int = 1) -> list[Finding]:
     """What `kit check` finds wrong."""
-    limit = () if "--timeout" in args else ("--timeout", "10")  # where this machine is busy, too
-    done = kit.run("check", file, "--json", *limit, *args, timeout_s=30)
+    # Where this machine is busy, too: of 10 s, as it once was, there are 6 to log in, less than it may stand still.
+    limit = () if "--timeout" in args else ("--timeout", "60")
+    done = kit.run("check", file, "--json", *limit, *args)
     assert done.returncode == rc, done.stdout + done.stderr
     found = [
         Finding(**{**each, "hosts": tuple(each["hosts"])}) for each in json.loads(done.stdout)["findings"]
@@ -760,7 +762,7 @@ def other_python(kit: Kit, host: str, folder: str) -> str:
 @pytest.mark.lab
 def test_three_healthy_hosts_are_ready(kit: Kit) -> None:
     kit.inventory()
-    done = kit.run("check", "lab.yaml")
+    done = kit.run("check", "lab.yaml", "--timeout", "60")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert re.match(r" +access +workdir +software +gpus +clock +", lines[0])
@@ -814,11 +816,18 @@ def test_a_host_that_takes_the_connection_and_says_nothing_is_named_in_time(kit:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         mute = {"address": "127.0.0.1", "port": silent.getsockname()[1]}
         kit.inventory(hosts={**hosts_of(kit), "mute": mute})
-        begin = time.monotonic()
-        (found,) = check(kit, "--timeout", "4")
-        assert time.monotonic() - begin < 15
-    assert (found.host, found.check, found.level) == ("mute", "access", "failure")
-    assert "did not say the SSH greeting and agree on keys within 2.4 s" in found.found
+
+        def alone() -> list[Finding]:
+            begin = time.monotonic()
+            found = check(kit, "--timeout", "4")
+            assert time.monotonic() - begin < 4 + BUSY_S
+            (mute,) = [each for each in found if each.host == "mute"]
+            assert (mute.check, mute.level) == ("access", "failure")
+            # On a busy machine others are late, too, or the time is over before it was called.
+            said = "did not say the SSH greeting and agree on keys within 2.4 s"
+            return found if len(found) == 1 and said in mute.found else []
+
+        (found,) = until(alone, timeout_s=120, what="an answer of the others")
     assert found.cure
 
 
@@ -906,8 +915,13 @@ def test_a_leftover_worker_is_found_and_ended_and_a_running_run_is_left_alone(ki
     lock = folder / "supervisor.lock"
     until(lambda: lock.exists() and lock.read_text(), what="the supervisor")
     os.kill(int(lock.read_text()), signal.SIGKILL)
-    kit.on_host("node2", "kill", "-9", str(agent), parent(kit, worker), worker)
-    until(lambda: not is_there(kit, worker))
+    # The agent (what is on record is who waits for it) is paused first: it would end all of a worker that has ended.
+    server = parent(kit, worker)
+    own = parent(kit, server)
+    kit.on_host(
+        "node2", "sh", "-c", f"kill -STOP {own}; kill -9 {worker} {server} {own} {agent} 2>/dev/null || true"
+    )
+    until(lambda: not any(is_there(kit, each) for each in (worker, server, own, str(agent))))
     assert is_there(kit, child)
     (bad,) = check(kit)
     assert (bad.host, bad.check, bad.level) == ("node2", "leftovers", "failure")

@@ -27,7 +27,8 @@ from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.preflight.network import firewall, netcheck, nethost, netpairs, outcomes
 from nodekit.inventory.load import load_inventory
 
-DEADLINE_S = 20.0  # also where this machine is busy; no healthy host takes a part of it
+# No healthy host takes a part of it. Of 20 s, as it once was, it had 8 to begin: a machine may stand still for as long.
+DEADLINE_S = 60.0
 NAMES = ("node1", "node2", "node3")
 
 
@@ -58,7 +59,7 @@ class Site:
         start = time.monotonic()
         found = netcheck.network_findings(self.channels, inventory, facts, deadline_s=deadline_s, port=port)
         self.took_s = time.monotonic() - start
-        assert self.took_s < deadline_s
+        assert self.took_s < deadline_s + BUSY_S
         for finding in found:
             assert finding.check == "network"
             assert finding.found
@@ -127,11 +128,11 @@ def filter_on(site: Site, host: str, rule: str, hook: str = "input", policy: str
 def test_healthy_hosts_whose_interfaces_have_different_names_are_ok(site: Site) -> None:
     before = {name: site.listened_at(name) for name in NAMES}
     waiting = {name: site.waiting(name) for name in NAMES}  # those of other tests
-    found = site.check(port=29500)
+    found = site.check(port=29500, deadline_s=3 * BUSY_S)
     assert [(finding.host, finding.level) for finding in found] == [(name, "ok") for name in NAMES]
     assert [finding.found for finding in found] == [f"{site.interface(name)}, MTU 1500" for name in NAMES]
-    assert site.took_s < 3
-    assert {name: site.listened_at(name) for name in NAMES} == before, "it listens no longer"
+    assert site.took_s < BUSY_S, "nobody waits for the deadline"
+    until(lambda: {name: site.listened_at(name) for name in NAMES} == before, what="it listens no longer")
     for name in NAMES:
         assert site.waiting(name) <= waiting[name], "a port in TIME_WAIT is not free for the job"
 
@@ -348,16 +349,22 @@ def test_a_host_that_says_nothing_any_more_is_named_within_the_deadline(
     facts = check.gather(
         site.channels, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts)
     )
-    os.kill(pid, signal.SIGSTOP)
-    try:
+
+    def is_named_alone() -> bool:
         start = time.monotonic()
         found = netcheck.network_findings(site.channels, inventory, facts, deadline_s=deadline_s)
         assert time.monotonic() - start < deadline_s + BUSY_S
+        levels = {finding.host: finding.level for finding in found}
+        assert levels["node2"] == "failure"
+        assert "no answer within " in next(each.found for each in found if each.host == "node2")
+        return levels == {"node1": "ok", "node2": "failure", "node3": "ok"}
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        # On a busy machine hosts that are well may be late, too, by a deadline that is so near: then again.
+        until(is_named_alone, timeout_s=120, what="an answer of the others")
     finally:
         os.kill(pid, signal.SIGCONT)
-    levels = {finding.host: finding.level for finding in found}
-    assert levels == {"node1": "ok", "node2": "failure", "node3": "ok"}
-    assert "no answer within " in found[1].found
 
 
 @pytest.mark.lab
@@ -585,11 +592,16 @@ def test_somebody_who_says_nothing_or_something_else_is_not_the_host(two_ends: A
     two_ends("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as rude:
         threading.Thread(target=lambda: rude.accept()[0].close(), daemon=True).start()
-        ports = [silent.getsockname()[1], rude.getsockname()[1]]
-        peer = {"name": "b", "address": "127.0.0.1", "ports": ports, "udp_port": None, "sizes": []}
-        found = netprobe.try_peers("netprobe a", [peer], 0.3, 5.0)["b"]
-        assert found["failed"] == {"stranger": ports[1:], "silent": ports[:1]}
-        assert netprobe.try_peers("netprobe a", [peer], 5.0, 0.2)["b"]["failed"].keys() == {"untried"}
+
+        def failed(server: socket.socket, answer_s: float, limit_s: float) -> dict[str, list[int]]:
+            ports = [server.getsockname()[1]]
+            peer: Any = {"name": "b", "address": "127.0.0.1", "ports": ports, "udp_port": None, "sizes": []}
+            return netprobe.try_peers("netprobe a", [peer], answer_s, limit_s)["b"]["failed"]
+
+        # Who hangs up has time for it: 0.3 s may go by on a busy machine.
+        assert failed(rude, 30.0, 60.0) == {"stranger": [rude.getsockname()[1]]}
+        assert failed(silent, 0.3, 60.0) == {"silent": [silent.getsockname()[1]]}
+        assert failed(silent, 60.0, 0.2).keys() == {"untried"}
 
 
 class Here:
@@ -722,7 +734,7 @@ def test_local_hosts_are_tried_over_loopback(tmp_path: Path) -> None:
     with cluster.channels(inventory.hosts, cluster.SshOptions()) as channels:
         peers = cluster.peer_addresses(inventory.hosts)
         facts = check.gather(channels, inventory, kit_digest="", peers=peers)
-        found = netcheck.network_findings(channels, inventory, facts, deadline_s=10)
+        found = netcheck.network_findings(channels, inventory, facts, deadline_s=DEADLINE_S)
         assert [(each.host, each.level) for each in found if "29500" not in each.found] == [
             ("a", "ok"),
             ("b", "ok"),

@@ -51,14 +51,18 @@ class Site:
         start = time.monotonic()
         found = netdeep.deep_findings(channels, self.inventory, self.facts, deadline_s=deadline_s, port=port)
         assert time.monotonic() - start < deadline_s + BUSY_S
-        assert self.processes() == self.before
+        # It waits for their end for a second, which is less than a machine may stand still.
+        until(lambda: self.processes() == self.before, timeout_s=15, what="the end of all that was started")
         for name in names:
-            listens = on(self.lab, name, "ss", "-Hltn").splitlines()
-            assert {line.split()[3].rpartition(":")[2] for line in listens} == {"22"}
+            until(lambda name=name: self.listened_at(name) == {"22"}, timeout_s=15)  # type: ignore[misc]
         for finding in found:
             assert finding.check == "deep"
             assert finding.level == "ok" or (finding.found and finding.wanted and finding.cure)
         return found
+
+    def listened_at(self, name: str) -> set[str]:
+        lines = on(self.lab, name, "ss", "-Hltn").splitlines()
+        return {line.split()[3].rpartition(":")[2] for line in lines}
 
     def use_python(self, name: str, script: str) -> None:
         """Put a program of its own in place of a host's python."""
@@ -78,6 +82,8 @@ def site(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     # On this network no packet is lost: what is not answered at once never is.
     monkeypatch.setattr(netdeep, "GROUP_S", {"gloo": 4.0})
     monkeypatch.setattr(netdeep, "PATIENCE_S", 1.0)
+    # All hosts are on this machine: where it stands still for 2 s, none of them is lost.
+    monkeypatch.setattr(netdeep, "CALL_S", 60.0)
     inventory = load_inventory(lab.inventory)
     with cluster.channels(inventory.hosts, cluster.SshOptions()) as channels:
         yield Site(lab, inventory, channels)
@@ -91,7 +97,8 @@ def filter_on(site: Site, host: str, rule: str) -> None:
 
 
 @pytest.mark.lab
-def test_hosts_that_are_well_reduce_together(site: Site) -> None:
+def test_hosts_that_are_well_reduce_together(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netdeep, "GROUP_S", {"gloo": 60.0})  # also where this machine stands still
     found = site.deep("node1", "node2", "node3")
     assert [(finding.host, finding.level) for finding in found] == [(name, "ok") for name in site.lab.hosts]
     assert all(re.fullmatch(r"gloo, \d+ ms", finding.found) for finding in found)
@@ -143,9 +150,9 @@ def test_a_host_that_does_nothing_is_named_within_the_deadline(site: Site) -> No
     site.use_python("node2", "#!/bin/sh\nexec sleep 1000\n")
     (summary,) = site.deep("node1", "node2", deadline_s=12)
     # Where this machine is busy, node1 has not got as far by then.
-    assert summary.found in (
-        "node1 waited for node2 (did not start)",
-        "did not arrive: node1 (imports torch), node2 (did not start)",
+    late = "did not start|imports torch|calls the rendezvous"
+    assert re.fullmatch(
+        rf"(node1 waited for|did not arrive: node1 \(({late})\),) node2 \(did not start\)", summary.found
     )
 
 
@@ -184,8 +191,8 @@ def test_nothing_is_left_on_any_host_when_kit_is_ended(lab: Lab, number: signal.
     try:
         until(lambda: jobs() == 3, what="the jobs' start")
         os.kill(driver.pid, number)
-        driver.communicate(timeout=10)
-        until(lambda: jobs() == 0, timeout_s=5, what="the jobs' end")
+        driver.communicate(timeout=60)  # 10 and 5 s, as it once was here, are hardly more than a stall
+        until(lambda: jobs() == 0, timeout_s=30, what="the jobs' end")
     finally:
         driver.kill()
         driver.communicate()

@@ -149,14 +149,15 @@ def test_no_request_leaves_the_page_and_no_script_of_a_run_runs(seen: Seen, page
     assert {url for url in seen.requests if not url.startswith("data:")} == {page_path.as_uri()}
     assert seen.complaints == []
     # Were there a hole, the page's policy would still let nothing out, and nothing run.
-    seen.page.evaluate("""() => {
-        const script = document.createElement("script");
-        script.textContent = "window.ran = true";
-        document.body.append(script);
-        const image = document.createElement("img");
-        image.src = "http://127.0.0.1:9/x.png";
-        document.body.append(image);
-    }""")
+    with seen.page.expect_event("requestfailed"):  # the browser tells of it a moment later
+        seen.page.evaluate("""() => {
+            const script = document.createElement("script");
+            script.textContent = "window.ran = true";
+            document.body.append(script);
+            const image = document.createElement("img");
+            image.src = "http://127.0.0.1:9/x.png";
+            document.body.append(image);
+        }""")
     assert seen.page.evaluate("window.ran") is None
     assert any("Content Security Policy" in text for text in seen.complaints)
     assert seen.refused == ["http://127.0.0.1:9/x.png csp"]

@@ -211,8 +211,9 @@ def project(tmp_path: Path) -> Kit:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a dozen processes import torch here, each in its own time
 def test_without_gpus_it_comes_to_a_clear_end_and_says_what_was_not_tried(project: Kit) -> None:
-    done = project.run("selftest", "mine.yaml", "--engines", "ddp,single", "-o", "found", timeout_s=240)
+    done = project.run("selftest", "mine.yaml", "--engines", "ddp,single", "-o", "found", timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = project.folder / "found"
     report = json.loads((folder / "selftest.json").read_text())

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ import pytest
 import strangers
 from agents import freeze, until
 from kit_runs import Kit, held_task, run_id, slow_training
-from lab_hosts import make_whole
+from lab_hosts import crash_together, make_whole
 
 from nodekit.deploy.host import current_status
 from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.records import events, find_runs
 
 pytestmark = pytest.mark.lab
 
@@ -40,8 +40,20 @@ NO_SNAPSHOTS = (*COMMAND[:-1], "1000")  # but those that ranks save alone, since
 class Story:
     """One run that something happens to."""
 
-    def __init__(self, kit: Kit, lab: Lab, *command: str, file: str = "lab.yaml", **inventory: Any) -> None:
+    def __init__(
+        self,
+        kit: Kit,
+        lab: Lab,
+        *command: str,
+        file: str = "lab.yaml",
+        held_by: str | None = "node1",
+        step_s: float = 0.02,
+        **inventory: Any,
+    ) -> None:
+        """Begin it, held by a rank of this host: at its own pace the job might end before the fault that it is for."""
         self.kit, self.lab = kit, lab
+        if held_by is not None:
+            self.hold(held_by, step_s)
         (kit.folder / "slow.py").write_text(TASK)
         kit.inventory(file, **{"nodes": "1:3", **inventory})
         self.file, self.command = file, list(command or COMMAND)
@@ -78,12 +90,12 @@ class Story:
         self._until(there, f"world size {world_size} on {host}", timeout_s)
 
     def hold(self, host: str, step_s: float = 0.2) -> None:
-        """Have the job go slowly, by a rank of this host, so that it does not end before something is seen."""
+        """Have the job go slowly, by a rank of this host, so that it does not end before something is done or seen."""
         self.kit.on_host(host, "sh", "-c", f"echo {step_s} >/root/hold.new && mv /root/hold.new /root/hold")
 
     def release(self) -> None:
         """Have it go on at its pace."""
-        for host in self.lab.hosts:
+        for host in filter(self.lab.is_alive, self.lab.hosts):
             if (self.lab.folder / "hosts" / host / "upper/root/hold").exists():
                 self.kit.on_host(host, "rm", "-f", "/root/hold")
 
@@ -158,23 +170,29 @@ def unbroken() -> dict[int, float]:
 def story(kit: Kit, lab: Lab, unbroken: dict[int, float]) -> Iterator[Callable[..., Story]]:
     """Begin a story; the first one of the module is preceded by the run that all are compared with."""
     if not unbroken:
-        whole = Story(kit, lab, file="whole.yaml", name="whole")
+        whole = Story(kit, lab, file="whole.yaml", name="whole", held_by=None)
         whole.end()
         unbroken.update(whole.losses())
         kit.log_path.unlink()
     yield lambda *command, **inventory: Story(kit, lab, *command, **inventory)
     make_whole(lab)
+    for host in lab.hosts:  # of one that was not brought to its end
+        kit.on_host(host, "rm", "-f", "/root/hold")
 
 
 def test_a_worker_that_is_killed(story: Callable[..., Story], unbroken: dict[int, float]) -> None:
     run = story(*NO_SNAPSHOTS)
     run.wait_step("node2", 30)
+    generation, number = run.status("node1")["attempt"].split(".")
     (pid,) = run.processes("node2", "slow.py:Task")
     os.kill(pid, signal.SIGKILL)
     log = run.end()
     assert "rank 1 ended with killed by SIGKILL" in log
     run.lost_no_step(log, since=30)
-    assert run.status("node1")["attempt"] == "0.1"
+    # Mostly 0.1; on a busy machine a round may fall apart while its members meet, and that is mended, too.
+    now = run.status("node1")["attempt"].split(".")
+    assert now[0] == generation == "0"
+    assert int(now[1]) > int(number)
     run.trained_as(unbroken, same_world=True)
 
 
@@ -208,9 +226,8 @@ def test_a_host_that_crashes_and_returns(story: Callable[..., Story], unbroken: 
 def test_a_host_that_is_not_there_at_the_start_comes_in_later(
     kit: Kit, story: Callable[..., Story], unbroken: dict[int, float]
 ) -> None:
-    kit.on_host("node1", "touch", "/root/hold")
     kit.lab.crash("node3")
-    run = story()
+    run = story(step_s=0.2)
     run.wait_world("node1", 2)
     assert "warning: without node3" in run.kit.log()
     run.lab.revive("node3")
@@ -306,13 +323,14 @@ def test_strangers_on_the_network_disturb_a_run_and_no_more(
 
     address, port = run.status("node1")["address"], run.status("node1")["port"]
     open_ports = [each for where, each in listeners.ports(lab, "node1") if where == address]
+    attempt = run.status("node2")["attempt"]
     silent = lab.enter_argv("node3", *strangers.argv(address, 1100, open_ports))
     with subprocess.Popen(silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
         assert flood.stdout is not None
         assert int(flood.stdout.readline()) > 1100
         run.wait_step("node2", run.step("node2") + 5)
         flood.communicate()
-    assert run.status("node2")["attempt"] == "0.0", "it went on through that"
+    assert run.status("node2")["attempt"] == attempt, "it went on through that"
 
     keys = [f"nodekit/{run.run_id}.0/state", f"torch.rendezvous.{run.run_id}.0"]
     assert run.kit.on_host("node3", sys.executable, "-c", PICKLE, address, str(port), *keys) == "written\n"
@@ -346,13 +364,15 @@ def a_fiftieth_of_a_core(pid: int) -> Iterator[None]:
         yield
     finally:
         for each in (group / "cgroup.procs").read_text().split():
-            (group.parent / former.lstrip("/") / "cgroup.procs").write_text(each)
+            with contextlib.suppress(ProcessLookupError):  # its node leaves the job, and it may end meanwhile
+                (group.parent / former.lstrip("/") / "cgroup.procs").write_text(each)
         group.rmdir()
 
 
 def test_a_host_whose_cpu_is_limited_is_named_and_leaves_the_job(story: Callable[..., Story]) -> None:
     """By `job.on_slow: drain`; it stays out, and the others go on without it."""
-    run = story(*slow_training(25), nodes="2:3", job={"on_slow": "drain"})
+    # Not held: who holds the others is slow.
+    run = story(*slow_training(25), nodes="2:3", job={"on_slow": "drain"}, held_by=None)
     run.wait_step("node2", 10)
     (pid,) = run.processes("node2", "slow.py:Task")
     with a_fiftieth_of_a_core(pid):
@@ -370,8 +390,7 @@ def test_a_power_outage_of_all_during_a_save(story: Callable[..., Story], unbrok
         "-m", "nodekit.training", "--task", "slow.py:Task", "--epochs", str(EPOCHS), "--snapshot-every", "1"
     )
     run.wait_step("node2", 30)
-    for host in run.lab.hosts:
-        run.lab.crash(host)
+    crash_together(run.lab, *run.lab.hosts)
     for host in run.lab.hosts:
         run.lab.revive(host)
     log = run.end()
@@ -387,7 +406,7 @@ def test_too_few_nodes_wait_and_go_on_when_one_returns(
     run = story(nodes="3")
     run.wait_step("node2", 30)
     run.lab.crash("node3")
-    run.kit.wait_for("with nodes: 2:3 in the inventory it goes on without", timeout_s=20)
+    run.kit.wait_for("with nodes: 2:3 in the inventory it goes on without")
     before = run.step("node1")
     time.sleep(2)
     assert run.step("node1") == before, "it waits"
@@ -406,11 +425,12 @@ def test_too_few_nodes_wait_and_go_on_when_one_returns(
 def test_a_snapshot_is_damaged(
     story: Callable[..., Story], unbroken: dict[int, float], damaged: list[str], step: int
 ) -> None:
-    run = story(*COMMAND[:-1], "30")
-    run.hold(
-        "node2", 0.1
-    )  # steps are told once a second, and the next snapshot, at 90, must not be there by then
+    # Steps are told once a second, and the next snapshot, at 90, must not be there when this one is damaged: at five
+    # times this pace, which it has from its 40th step on, there are 8 s until then.
+    run = story(*COMMAND[:-1], "30", step_s=0.06)
     run.wait_step("node2", 62)
+    saved = [run.disk(host) / "snapshots/g0000-s000000060.json" for host in run.lab.hosts]
+    run._until(lambda: all(path.exists() for path in saved), "a snapshot of step 60 on all nodes", 60)
     for host in damaged:
         folder = f"/root/nodekit/runs/{run.run_id}/{host}/snapshots"
         damage = "printf damage | dd of=$(ls g0000-s000000060-*.pt) bs=1 seek=9000 conv=notrunc"
@@ -419,7 +439,8 @@ def test_a_snapshot_is_damaged(
     pids = [pid for host in run.lab.hosts for pid in run.processes(host, "slow.py:Task")]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its agent has heard of another one's end
+                os.kill(pid, number)
     log = run.end()
     for host in damaged:
         assert re.search(
@@ -435,10 +456,9 @@ def test_two_of_four_hosts_are_lost_at_once_the_rendezvous_among_them(
     lab = Lab.up(4, folder=labs / "four")
     kit = Kit(tmp_path / "four", lab)
     try:
-        run = Story(kit, lab, nodes="2:4")
+        run = Story(kit, lab, nodes="2:4", held_by="node3")
         run.wait_step("node4", 30)
-        with ThreadPoolExecutor() as both:
-            list(both.map(lab.crash, ("node1", "node2")))
+        crash_together(lab, "node1", "node2")
         run.wait_world("node3", 2)
         log = run.end()
         assert "trained to the end without node1, node2" in log
@@ -453,11 +473,9 @@ def test_most_are_lost_at_once_and_the_user_says_that_they_are_off(
 ) -> None:
     run = story(nodes="1:3")
     run.wait_step("node3", 30)
-    with (
-        ThreadPoolExecutor() as both
-    ):  # one after the other, the second might train on with the third meanwhile
-        list(both.map(run.lab.crash, ("node1", "node2")))
-    run.kit.wait_for("node1, node2 cannot be reached and may be training together", timeout_s=30)
+    # One after the other, the second might train on with the third meanwhile.
+    crash_together(run.lab, "node1", "node2")
+    run.kit.wait_for("node1, node2 cannot be reached and may be training together")
     run.up.send_signal(signal.SIGINT)
     run.up.wait(60)
     assert re.search(
@@ -494,7 +512,8 @@ def test_a_node_with_a_rank_that_cannot_be_ended_is_drained_and_the_next_kit_up_
     freeze(freezer, rank)
     (other,) = run.processes("node1", "-m nodekit.training")
     os.kill(other, signal.SIGKILL)
-    run.wait_step("node3", 40)
+    # The agent gives it up after 10 s, and then the third node starts: 60 s are few for that on a busy machine.
+    run.wait_step("node3", 40, timeout_s=150)
     status = run.status("node2")
     assert (status["state"], status["cause"]) == ("ended", "broken")
     (told,) = run.events("node2", "unkillable")
@@ -520,21 +539,28 @@ def test_a_node_with_a_rank_that_cannot_be_ended_is_drained_and_the_next_kit_up_
 
 
 def test_a_node_that_flaps_is_left_out_for_longer_and_longer(story: Callable[..., Story]) -> None:
-    run = story("-m", "nodekit.training", "--task", "slow.py:Task", "--epochs", "1000")
+    run = story("-m", "nodekit.training", "--task", "slow.py:Task", "--epochs", "1000", held_by=None)
     run.wait_step("node2", 30)
     for flaps in range(1, 5):
         run.lab.crash("node3")
         run.wait_world("node1", 2)
         run.lab.revive("node3")
         if flaps < 4:
-            run.wait_world("node1", 3, timeout_s=60)
-    run.kit.wait_for("node3: lost 4 times lately; it is left out for", timeout_s=20)
+            # After the third time it is left out for 10 s before it starts: 60 s are few on a busy machine.
+            run.wait_world("node1", 3, timeout_s=120)
+    run.kit.wait_for("node3: lost 4 times lately; it is left out for")
     pauses = re.findall(r"node3: lost (\d) times lately; it is left out for (\d+) s", run.kit.log())
     assert [number for number, _ in pauses] == ["3", "4"], run.kit.log()
     assert [float(pause) for _, pause in pauses] == pytest.approx([10, 20], abs=1)
     before = run.step("node1")
     run.wait_step("node1", before + 50)
-    assert run.status("node1")["world_size"] == 2, "its peers train on in peace"
+    is_whole = run.status("node1")["world_size"] == 3
+    told = events.read(find_runs.find(run.run_id).folder)
+    (out_at,) = [each.time for each in told if "lost 4 times" in str(each.get("text"))]
+    starts = [each.time for each in told if each.kind == "start" and each.about == "node3"]
+    back = [when - out_at for when in starts if when > out_at]
+    assert not is_whole or back, "its peers train on in peace"
+    assert all(after_s > 19 for after_s in back), "however long 50 steps take on this machine"
     run.up.send_signal(signal.SIGINT)
     assert run.up.wait(60) == 130
 
@@ -545,21 +571,23 @@ def test_nodes_out_of_our_sight_are_left_alone_while_they_train_first_one_then_a
     run = story()
     run.wait_step("node2", 20)
     run.hold("node1")
+    attempt = run.status("node1")["attempt"]
     run.lab.cut_control("node2")
-    run.kit.wait_for("node2: no connection from here: ", timeout_s=20)
+    run.kit.wait_for("node2: no connection from here: ")
     before = run.step("node1")
     run.wait_step("node1", before + 20)
     run.lab.mend("node2")
-    run.kit.wait_for("node2: reached again", timeout_s=20)
+    run.kit.wait_for("node2: reached again")
     for host in run.lab.hosts:
         run.lab.cut_control(host)
-    run.kit.wait_for("no node can be reached from here", timeout_s=20)
+    run.kit.wait_for("no node can be reached from here")
     before = run.step("node1")
-    run.wait_step("node1", before + 20)
+    # A step takes a second by now, and those that are left are to last until this is seen.
+    run.wait_step("node1", before + 10)
     for host in run.lab.hosts:
         run.lab.mend(host)
     run.end()
-    assert run.status("node1")["attempt"] == "0.0", "nothing was done"
+    assert run.status("node1")["attempt"] == attempt, "nothing was done"
     run.trained_as(unbroken, same_world=True)
 
 
@@ -570,10 +598,10 @@ def test_the_supervisor_is_killed_and_another_takes_over(
     run.wait_step("node2", 30)
     run.hold("node2", 1.0)  # kit status waits 10 s for a host that is gone, and is asked twice
     second = run.kit.start("up", run.file, "--", *run.command)
-    run.kit.wait_for("this one watches", timeout_s=20)
+    run.kit.wait_for("this one watches")
     run.up.kill()
     run.up.wait()
-    run.kit.wait_for("supervising now: the one before is gone", timeout_s=10)
+    run.kit.wait_for("supervising now: the one before is gone")
     run.up = second
     run.lab.crash("node1")
     run.wait_world("node2", 2)
@@ -597,17 +625,17 @@ def test_a_detached_run_is_supervised_and_can_be_stopped(kit: Kit, lab: Lab) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     lab.crash("node1")
 
-    folder = lab.folder / "hosts/node2/upper/root/nodekit/runs" / run_id(done.stdout) / "node2"
+    def world_size(host: str) -> int:
+        folder = lab.folder / "hosts" / host / "upper/root/nodekit/runs" / run_id(done.stdout) / host
+        return current_status.statuses(str(folder)).get(host, {}).get("world_size", 0)
 
-    def world_size() -> int:
-        return current_status.statuses(str(folder)).get("node2", {}).get("world_size", 0)
-
-    until(lambda: world_size() == 2, timeout_s=30, what="going on without node1")
+    # Each says so by itself, one a moment later. The supervisor starts meanwhile: 30 s are few on a busy machine.
+    until(lambda: world_size("node2") == world_size("node3") == 2, what="going on without node1")
     told = json.loads(kit.run("status", "--json").stdout)["status"]
     assert {name: told[name].get("world_size") for name in ("node2", "node3")} == {"node2": 2, "node3": 2}
     lab.revive("node1")
     assert kit.run("down").returncode == 0
-    until(lambda: not kit.leftovers(), timeout_s=10)
+    until(lambda: not kit.leftovers())
 
 
 def test_a_disk_that_is_full_does_not_end_the_job(
@@ -623,7 +651,8 @@ def test_a_disk_that_is_full_does_not_end_the_job(
 
 
 def test_a_hang_is_named_and_ended(story: Callable[..., Story], unbroken: dict[int, float]) -> None:
-    run = story(timings={"hang": 5})
+    # A machine that stands still counts as 5 s of silence at most, and steps are told once a second: 5 would be a hang.
+    run = story(timings={"hang": 10})
     run.wait_step("node2", 30)
     (pid,) = run.processes("node2", "slow.py:Task")
     os.kill(pid, signal.SIGSTOP)

@@ -1,5 +1,6 @@
 """`kit up` on three real hosts over real SSH: each with its own disk, its own interface name, no shared folder."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,8 +13,12 @@ import pytest
 from agents import until
 from kit_runs import Kit, run_id, slow_training
 
+from nodekit.deploy.host import current_status
+
 pytestmark = pytest.mark.lab
 
+END_S = 60
+"""For the end of kit after a Ctrl-C or `kit down`: of 15 s, or 30, a stall takes half, and a busy machine the rest."""
 DDP = """
 import os, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -26,7 +31,7 @@ import os, time
 from nodekit.training.tasks.digits import Digits
 class Task(Digits):
     def loss(self, model, batch):
-        time.sleep(0.2 if os.path.exists("/root/hold") else 0)
+        time.sleep(0.4 if os.path.exists("/root/hold") else 0)
         return super().loss(model, batch)
 """
 FOREVER = (
@@ -133,9 +138,9 @@ def test_a_secret_is_nowhere_but_in_the_workers_environment(kit: Kit) -> None:
         found = kit.lab.run(host, argv, capture_output=True, text=True)
         assert found.stdout == ""
     state = Path(os.environ["XDG_STATE_HOME"])
-    assert not [
-        path for path in state.rglob("*") if path.is_file() and secret in path.read_text(errors="replace")
-    ]
+    for path in state.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # kit, which runs, has replaced it
+            assert not path.is_file() or secret not in path.read_text(errors="replace"), path
     assert secret not in kit.log()
     assert secret not in subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True).stdout
     assert kit.run("down").returncode == 0
@@ -238,7 +243,8 @@ def test_a_host_that_will_not_do_is_refused_soon_with_its_name_and_the_cure(
     finally:
         if breaks is another_torch:
             kit.on_host("node2", "umount", torch_version_file())
-    assert time.monotonic() - start < 40, "TCP would try for two minutes"
+    # On a busy machine 40 s, as it once was, may go by without TCP.
+    assert time.monotonic() - start < 100, "TCP would try for two minutes"
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(says, done.stderr, re.DOTALL), done.stderr
     assert not [line for line in done.stderr.splitlines() if re.match(r"(kit: )?node[13]:", line)]
@@ -277,14 +283,26 @@ def test_the_rank_that_raises_is_the_verdict_with_its_own_traceback(kit: Kit) ->
 
 def test_a_rank_that_fails_when_those_of_other_hosts_have_ended_well_fails_the_job(kit: Kit) -> None:
     (kit.folder / "job.py").write_text(
-        "import os, time\nprint('up', flush=True)\nif os.environ['RANK'] == '0':\n"
-        "    time.sleep(3)\n    raise OSError('the final save')\n"
+        "import os, pathlib, time\nprint('up', flush=True)\nif os.environ['RANK'] == '0':\n"
+        "    go = pathlib.Path(os.environ['NODEKIT_OUTPUT_DIR']).with_name('go')\n"
+        "    while not go.exists(): time.sleep(0.05)\n    raise OSError('the final save')\n"
     )
     kit.inventory(num_hosts=2, job={"command": ["job.py"], "max_restarts": 0})
-    end = kit.run("up", "lab.yaml")
-    assert end.returncode == 3, end.stdout + end.stderr
-    assert "1 other rank had ended well" in end.stdout
-    assert "OSError: the final save" in end.stdout
+    up = kit.start("up", "lab.yaml")
+    kit.wait_for("| up")
+    assert kit.lab is not None
+    runs = {host: f"root/nodekit/runs/{run_id(kit.log())}/{host}" for host in ("node1", "node2")}
+    node2 = str(kit.lab.folder / "hosts/node2/upper" / runs["node2"])
+
+    def state() -> str | None:
+        return current_status.statuses(node2).get("node2", {}).get("state")
+
+    # After a few seconds alone, the other rank of a busy machine might not have ended yet.
+    until(lambda: state() == "waiting", what="the good end of the other rank")
+    kit.on_host("node1", "touch", f"/{runs['node1']}/go")
+    assert up.wait(60) == 3, kit.log()
+    assert "1 other rank had ended well" in kit.log()
+    assert "OSError: the final save" in kit.log()
 
 
 def test_ctrl_c_stops_the_job_everywhere_and_says_so(kit: Kit) -> None:
@@ -293,7 +311,7 @@ def test_ctrl_c_stops_the_job_everywhere_and_says_so(kit: Kit) -> None:
     up = kit.start("up", "lab.yaml", "--", "job.py")
     kit.wait_for("rank 1 is up")
     os.kill(up.pid, signal.SIGINT)
-    assert up.wait(30) == 130
+    assert up.wait(END_S) == 130
     assert "is stopped on 2 nodes" in kit.log()
     assert not kit.leftovers()
 
@@ -307,7 +325,7 @@ def test_a_second_ctrl_c_kills_a_job_that_is_deaf_to_the_first(kit: Kit) -> None
     os.kill(up.pid, signal.SIGINT)
     kit.wait_for("Ctrl-C again kills it at once")
     os.kill(up.pid, signal.SIGINT)
-    assert up.wait(15) == 130
+    assert up.wait(END_S) == 130
     assert not kit.leftovers()
 
 
@@ -318,8 +336,8 @@ def test_a_killed_control_process_leaves_the_job_running_and_kit_up_attaches_aga
     kit.wait_for("rank 1 is up")
     up.kill()
     up.wait()
-    before = kit.leftovers()
-    assert len(before) == 2
+    before = kit._processes()
+    assert len([host for host in before if before[host]]) == 2
     status = kit.run("status")
     assert status.stdout.count("running") >= 2, status.stdout
     again = kit.start("up", "lab.yaml", "--", "job.py")
@@ -328,18 +346,19 @@ def test_a_killed_control_process_leaves_the_job_running_and_kit_up_attaches_aga
         host: {pid for pid, line in found.items() if "job.py" in line} for host, found in before.items()
     }
     now = {
-        host: {p for p, line in found.items() if "job.py" in line} for host, found in kit.leftovers().items()
+        host: {p for p, line in found.items() if "job.py" in line} for host, found in kit._processes().items()
     }
     assert now == workers, "attaching starts nothing"
     assert kit.run("down").returncode == 0
-    assert again.wait(30) == 130
+    assert again.wait(END_S) == 130
     assert not kit.leftovers()
 
 
 def test_two_runs_at_once_on_the_same_hosts_do_not_touch_each_other(kit: Kit) -> None:
     (kit.folder / "job.py").write_text(
         DDP + "open('mine', 'x').write(sys.argv[1])\nprint('world', int(total), sys.argv[1], flush=True)\n"
-        "until = time.time() + 60\nwhile True:\n    time.sleep(0.1)\n"
+        # Longer than it is waited for below: one rank that leaves by the clock leaves the other one alone.
+        "until = time.time() + 240\nwhile True:\n    time.sleep(0.1)\n"
         "    go = torch.tensor(float(os.path.exists('/tmp/release')))\n"
         "    dist.all_reduce(go, op=dist.ReduceOp.MAX)\n"
         "    if go or time.time() > until: break\n"
@@ -370,7 +389,7 @@ def test_kit_down_and_up_again_goes_on_at_the_step_after_the_snapshot(kit: Kit) 
     kit.wait_for("world size 2")
     until(lambda: _step_of(kit) > 5, timeout_s=60, what="step 5")
     assert kit.run("down").returncode == 0
-    assert up.wait(30) == 130
+    assert up.wait(END_S) == 130
     assert not kit.leftovers()
     kit.on_host("node1", "rm", "/root/hold")
     again = kit.run("up", "again.yaml", "--", *command)

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 import warm_agents
 from agents import processes_of, until
 from disks import full, small_disk
+from free_ports import free_port
 from kit_runs import Kit, run_id
 
 from nodekit.deploy.commands import cli
@@ -33,6 +33,8 @@ from nodekit.inventory.load import load_inventory
 pytestmark = pytest.mark.slow
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.1)\n"
+# An agent that has saved all there is, and does not end for 3 s since the machine stands still, is killed by rights.
+STOPPED = r"{} is stopped on 2 nodes(; had to be killed on [ab](, b)?)?\n"
 
 
 def nodes() -> dict[str, NodeStatus]:
@@ -120,8 +122,7 @@ def test_a_script_that_starts_its_own_processes_runs_as_one(
     text = (local.folder / "two nodes.yaml").read_text().replace("{a: , b: }", "{a: }")
     (local.folder / "one.yaml").write_text(f"{text}job: {{nproc_per_node: 1}}\n")
     if script == SPAWNS:
-        with socket.create_server(("localhost", 0)) as server:
-            command = [*command, f"--port={server.getsockname()[1]}"]
+        command = [*command, f"--port={free_port()}"]
     done = local.run("up", "one.yaml", "--", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     for line in said:
@@ -150,7 +151,8 @@ def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
     attached = local.start("up", "two nodes.yaml", "--", "job.py")
     local.wait_for("supervised by process")
     down = local.run("down")
-    assert (down.returncode, down.stdout) == (0, f"{found} is stopped on 2 nodes\n")
+    assert down.returncode == 0
+    assert re.fullmatch(STOPPED.format(found), down.stdout), down.stdout
     assert attached.wait(60) == 130, local.log()
     shown = local.log().partition(f"{found} was stopped; ")[2]
     assert shown.splitlines() == [
@@ -278,13 +280,28 @@ def test_ctrl_c_while_a_run_starts_stops_what_has_started_and_again_kills_it(
     assert (find_runs.find(None).state, find_runs.find(None).verdict) == ("stopped", "stopped by Ctrl-C")
 
 
-def test_a_run_that_is_over_is_followed_by_a_new_one_and_a_failed_one_goes_on(local: Kit) -> None:
-    (local.folder / "job.py").write_text(
-        "import pathlib, sys\nprint('begun')\nsys.exit(pathlib.Path('bad').exists())\n"
-    )
+# It ends when the other one has begun, too: who begins late would be ended before it has said so.
+BEGINS = """
+import os, pathlib, sys, time
+print("begun", flush=True)
+begun = pathlib.Path(os.environ["BEGUN"])
+(begun / os.environ["RANK"]).touch()
+while len(list(begun.iterdir())) < 2:
+    time.sleep(0.05)
+sys.exit(pathlib.Path("bad").exists())
+"""
+
+
+def test_a_run_that_is_over_is_followed_by_a_new_one_and_a_failed_one_goes_on(
+    local: Kit, tmp_path: Path
+) -> None:
+    (tmp_path / "begun").mkdir()
+    (local.folder / "job.py").write_text(BEGINS)
     (local.folder / "bad").write_text("")
     values = (local.folder / "two nodes.yaml").read_text()
-    (local.folder / "two nodes.yaml").write_text(values + "job: {max_restarts: 0}\n")
+    (local.folder / "two nodes.yaml").write_text(
+        f"{values}job: {{env: {{BEGUN: {str(tmp_path / 'begun')!r}}}, max_restarts: 0}}\n"
+    )
     failed = local.run("up", "two nodes.yaml", "--", "job.py")
     assert failed.returncode == 3
     assert "failed first (exit status 1)" in failed.stdout
@@ -366,7 +383,7 @@ def test_a_full_disk_here_ends_no_supervision(
                 until(lambda: not locks.is_supervised(run), what="the end of its supervisor")
             assert (down.returncode, down.stderr) == (0, ""), down.stdout
             assert "how it ended is not on record" in down.stdout
-            assert f"{run.run_id} is stopped on 2 nodes\n" in down.stdout
+            assert re.search(STOPPED.format(run.run_id), down.stdout), down.stdout
             assert local.run("down").stdout == f"{run.run_id} is not running (stopped)\n"
         finally:
             local.run("down", "--force")
@@ -374,27 +391,32 @@ def test_a_full_disk_here_ends_no_supervision(
 
 
 FAILS_LAST = """
-import os, pathlib, sys, time
-rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+import os, time
+rank, attempt, go = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["GO"]
 print("begins in", os.environ["NODEKIT_GENERATION"], attempt, flush=True)
-if rank == "0" and not pathlib.Path(os.environ["GO"]).exists():
-    time.sleep(600 if sys.argv[1] == "is lost" else 2)
+if rank == "0" and not os.path.exists(go):
+    while not os.path.exists(go + " and fail"):
+        time.sleep(0.05)
     raise OSError("the final save")
 """
 
 
-def last_rank(local: Kit, how: str, go: Path) -> subprocess.Popen[bytes]:
-    """A job of two nodes; rank 1 has ended well, and rank 0, on the rendezvous host, has not yet."""
+def last_rank(local: Kit, go: Path) -> subprocess.Popen[str]:
+    """A job of two nodes; rank 1 has ended well, and rank 0, on the rendezvous host, waits until it is to fail."""
     (local.folder / "job.py").write_text(FAILS_LAST)
     values = (local.folder / "two nodes.yaml").read_text()
     (local.folder / "two nodes.yaml").write_text(
         f"{values}job: {{env: {{GO: {str(go)!r}}}, max_restarts: 0}}\n"
     )
-    return local.start("up", "two nodes.yaml", "--", "job.py", how)
+    up = local.start("up", "two nodes.yaml", "--", "job.py")
+    local.wait_for("| begins in 0 ")  # before, there may be no run to ask for
+    until(lambda: nodes()["b"].get("waits_for") == ["a"])
+    return up
 
 
 def test_a_rank_that_fails_when_the_others_have_ended_well_fails_the_job(local: Kit, tmp_path: Path) -> None:
-    up = last_rank(local, "fails", tmp_path / "go")
+    up = last_rank(local, tmp_path / "go")
+    (tmp_path / "go and fail").touch()
     assert up.wait(90) == 3
     said = local.log()
     assert "OSError: the final save" in said
@@ -404,18 +426,16 @@ def test_a_rank_that_fails_when_the_others_have_ended_well_fails_the_job(local: 
 
 
 def test_a_node_that_is_lost_when_the_others_have_ended_well_is_made_good(local: Kit, tmp_path: Path) -> None:
-    up = last_rank(local, "is lost", tmp_path / "go")
-
-    local.wait_for("| begins in 0 0")  # before, there may be no run to ask for
-    until(lambda: nodes()["b"].get("waits_for") == ["a"], timeout_s=60)
+    up = last_rank(local, tmp_path / "go")
     assert re.search(
         r"^  b  waiting .*ended well \d+ s ago, waiting for a", local.run("status").stdout, re.MULTILINE
     )
     (tmp_path / "go").touch()
     os.kill(int(nodes()["a"]["agent"].partition(".")[0]), signal.SIGKILL)
     assert up.wait(120) == 0, local.log()
-    assert "a:0 | begins in 1 0" in local.log()
-    assert "b:1 | begins in 1 0" in local.log(), "all of the round start again"
+    # Mostly 1 0; on a busy machine a round may fall apart while its members meet, and that is mended, too.
+    assert re.search(r"a:0 \| begins in 1 \d", local.log())
+    assert re.search(r"b:1 \| begins in 1 \d", local.log()), "all of the round start again"
 
 
 def test_a_run_keeps_the_code_it_started_with(local: Kit) -> None:
