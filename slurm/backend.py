@@ -24,7 +24,7 @@ from nodekit.inventory.schema import Host, Inventory
 from nodekit.slurm import run as runner
 from nodekit.slurm.cluster import shared_folder
 from nodekit.slurm.cluster.accounts import usage
-from nodekit.slurm.cluster.jobs import Slurm
+from nodekit.slurm.cluster.jobs import Slurm, Unanswered, Watched
 from nodekit.slurm.cluster.login import LOGIN, host_of, login
 from nodekit.slurm.cluster.shared_folder import events_of, forget_secrets, record_end, record_of
 from nodekit.slurm.submission import prepare
@@ -87,7 +87,9 @@ class SlurmBackend:
     def status(self, run: Run, ssh: SshOptions) -> Status:
         """What the job of a run, and each of its nodes, is doing; how it ended is written down."""
         with login(restore(run.inventory), ssh) as channel:
-            job = Slurm(channel).job(run.slurm["job_id"])
+            watched = Watched(Slurm(channel), run.slurm["job_id"])
+            watched.look()
+            job, line = watched.job, watched.line
             record = record_of(run, channel)
             heard = shared_folder.node_statuses(run, channel)
             found = {name: heard.get(name, {}) for name in (record.nodes if record else ())}
@@ -98,7 +100,6 @@ class SlurmBackend:
                 forget_secrets(run, channel)
                 if run.state not in runs.ENDED:
                     record_end(run, channel, job)
-        line = job.line()
         if not job.state:  # MinJobAge seconds after its end
             line = used.state.lower() if used else "is not known to Slurm any more"
         nodes = {
@@ -189,7 +190,7 @@ class SlurmBackend:
         """Whether Slurm has no such job any more."""
         try:
             return Slurm(channels[LOGIN]).job(run.slurm["job_id"]).is_over
-        except HostError:  # whoever reads tells, and tries again
+        except (HostError, Unanswered):  # whoever reads tells of a host, and tries again
             return False
 
 

@@ -211,7 +211,7 @@ def watch(members: list[Run], options: Options) -> int:
                 except Unanswered as error:  # their jobs run on
                     if silence != str(error):
                         silence = str(error)
-                        print(f"Slurm does not answer and is asked again ({silence})", flush=True)
+                        print(f"all go on, as far as is known: Slurm does not answer ({silence})", flush=True)
                     time.sleep(LOOK_S)
                     continue
                 silence = ""

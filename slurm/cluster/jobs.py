@@ -130,7 +130,7 @@ class Watched:
         try:
             self.job = self._slurm.job(self._job_id)
         except Unanswered as error:
-            self.line = f"goes on, as far as is known; Slurm does not answer and is asked again ({error})"
+            self.line = f"goes on, as far as is known: Slurm does not answer ({error})"
             return False
         self.line = self.job.line()
         return self.job.is_over

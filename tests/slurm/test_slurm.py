@@ -69,7 +69,10 @@ def test_a_job_from_the_queue_to_its_end(site: Site, unbroken: dict[int, float])
     assert re.search(r"job \d+ running on node\[1-3\]", whole.said())
     assert whole.job()["TimeLimit"] == "04:00:00", "the partition's, where none was asked for"
     with site.without_controller():
-        whole.wait_for("Slurm does not answer and is asked again")
+        whole.wait_for("goes on, as far as is known: Slurm does not answer (login: scontrol show job")
+        away = site.kit("status", whole.run_id)
+    assert "goes on, as far as is known: Slurm does not answer" in away.stdout, away.stderr
+    assert "node1  running" in away.stdout, "that is in the shared folder"
     node3 = r"node3 +running +rank 2 of 3"
     until(lambda: re.search(node3, site.kit("status", whole.run_id).stdout), what="word of node3")
     status = site.kit("status", whole.run_id)

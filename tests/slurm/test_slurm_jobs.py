@@ -85,7 +85,7 @@ def test_a_job_is_asked_for_again_while_the_controller_is_away() -> None:
     answers = {"scontrol": away}
     watched = Watched(Slurm(Recorded(answers)), "7")  # type: ignore[arg-type]  # all that is called
     assert not watched.look()
-    assert "Slurm does not answer and is asked again (login: scontrol show job 7: slurm_load" in watched.line
+    assert "goes on, as far as is known: Slurm does not answer (login: scontrol show job 7:" in watched.line
     answers["scontrol"] = (0, recorded("scontrol-running"), "")
     assert not watched.look()
     assert watched.line == "running on node[1-3]"
