@@ -16,6 +16,8 @@ from nodekit.deploy.host.schema import FINISHED, AgentRecord, NodeStatus, Stoppe
 
 NO_WORKERS_GRACE_S = 3.0
 UNKILLABLE_S = 10.0
+KILLED_S = 3.0  # for ranks to end once they were killed
+_POLL_S = 0.05
 COPYING_GRACE_S = 23.0  # to copy the last snapshot to other nodes: the agent gives up after 20 s by itself
 
 
@@ -228,7 +230,7 @@ def _wait_for_end(node_dir: str, pid: int, grace_s: float, force: bool) -> bool:
             processes.send(pid, signal.SIGKILL)
         elif killed and time.monotonic() - since > UNKILLABLE_S:
             raise errors.with_cure(RuntimeError(processes.unkillable(pid)), "reboot the host")
-        time.sleep(0.05)
+        time.sleep(_POLL_S)
     return killed
 
 
@@ -251,8 +253,14 @@ def _settle_status(node_dir: str) -> None:
 
 
 def _kill_workers(node_dir: str) -> None:
-    for worker in status.running_workers(node_dir):
-        processes.send(-worker["pid"], signal.SIGKILL)
+    """Kill the ranks that are left, and wait until they have ended; what the kernel keeps is told by who finds it."""
+    for _ in range(round(KILLED_S / _POLL_S)):
+        left = status.running_workers(node_dir)
+        if not left:
+            break
+        for worker in left:
+            processes.send(-worker["pid"], signal.SIGKILL)
+        time.sleep(_POLL_S)
 
 
 def inject(
