@@ -203,18 +203,18 @@ def watch(members: list[Run], options: Options) -> int:
     """Tell how each run of a sweep goes until all are over, and show them; Ctrl-C cancels them. The exit status."""
     with login(restore(members[0].inventory), options.ssh) as channel, sigterm_interrupts():
         told: dict[str, str] = {}
-        silence = ""
+        is_silent = False
         try:
             while live := _live(members):
                 try:
                     jobs = _jobs(Slurm(channel), live)
                 except Unanswered as error:  # their jobs run on
-                    if silence != str(error):
-                        silence = str(error)
-                        print(f"all go on, as far as is known: Slurm does not answer ({silence})", flush=True)
+                    if not is_silent:
+                        print(f"all go on, as far as is known: Slurm does not answer ({error})", flush=True)
+                    is_silent = True
                     time.sleep(LOOK_S)
                     continue
-                silence = ""
+                is_silent = False
                 _record_ends(channel, live, jobs)
                 for run in live:
                     line = (
