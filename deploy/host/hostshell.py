@@ -150,9 +150,8 @@ def end(number: int, grace_s: float) -> List[int]:
     asked = time.monotonic()
     while processes.below(own) and time.monotonic() - asked < grace_s:
         time.sleep(_POLL_S)
-    for _ in range(
-        round(_KILL_S / _POLL_S)
-    ):  # again, for one may have been forking; a stalled machine has its looks
+    # Again, for one may have been forking. Looks are counted: a machine that stands still ends nothing meanwhile.
+    for _ in range(round(_KILL_S / _POLL_S)):
         found = processes.below(own)
         if not found:
             break
