@@ -19,7 +19,7 @@ from kit_runs import Kit, run_id
 
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.records import events, find_runs
-from nodekit.training import ElasticSampler, Snapshots
+from nodekit.training import ElasticSampler, Snapshots, World, lay_out_buckets
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 from nodekit.training.options.arguments import parse
@@ -244,6 +244,15 @@ def test_hosts_train_on_the_sentences_that_come_with_kit_until_it_is_no_better(k
 def test_fp16_by_deepspeed_is_refused_on_a_gpu_too() -> None:
     with pytest.raises(EngineError, match="with --engine deepspeed there is bf16 alone"):
         check_engine(parse(["--engine", "deepspeed", "--amp", "fp16"], {}), "cuda")
+
+
+def test_buckets_are_laid_out_on_a_gpu_too() -> None:
+    with World.from_env({}):
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model.device_ids = [0]  # of the CPU: DDP moves what it is called with, as it does on a GPU
+        lay_out_buckets(model)
+        assert all(each.grad is None for each in model.parameters())
+        assert model(torch.ones(3, 2)).shape == (3, 1)
 
 
 def test_horovod_is_refused_on_gpus() -> None:

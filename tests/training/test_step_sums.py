@@ -20,6 +20,12 @@ class Values:
 
     device, dtype, shape = GPU, torch.float64, torch.Size([2])
 
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def record_stream(self, stream: Any) -> None:
+        self._calls.append(f"kept for {stream.name}")
+
 
 class Build:
     """A build of torch for CUDA and NCCL, as far as sums need it; every call is recorded."""
@@ -46,10 +52,10 @@ class Build:
 
     def send(self, device: torch.device, *, non_blocking: bool) -> Values:
         assert non_blocking
-        return Values()
+        return Values(self.calls)
 
     def new_stream(self, device: torch.device) -> Any:
-        return SimpleNamespace(wait_stream=lambda other: self.calls.append(f"copying waits for {other}"))
+        return SimpleNamespace(name="copying", wait_stream=lambda other: self.calls.append(f"copying waits for {other}"))
 
     @contextmanager
     def using(self, _: Any) -> Any:
@@ -93,9 +99,10 @@ def test_a_sum_on_a_gpu_makes_nobody_wait_until_it_is_read(build: Build) -> None
         "copying waits for the sum",
         "copied on copying",
         "recorded on copying",
+        "kept for copying",  # else their memory would be the backward pass's by now
     ]
     assert read() == [5.0, 7.0]
-    assert build.calls[5:] == ["this process waits"]
+    assert build.calls[6:] == ["this process waits"]
 
 
 @pytest.mark.parametrize(

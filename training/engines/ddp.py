@@ -88,7 +88,8 @@ def lay_out_buckets(model: DistributedDataParallel) -> None:
     """
     module = model.module
     parameters = [each for each in module.parameters() if each.requires_grad]
-    module.forward = lambda: sum(each.float().sum() * 0 for each in parameters)
-    model().backward()
+    # With an argument: on a GPU, DDP looks for the first one that it has moved there.
+    module.forward = lambda _: sum(each.float().sum() * 0 for each in parameters)
+    model(torch.zeros(())).backward()
     del module.forward
     model.zero_grad()

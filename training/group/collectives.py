@@ -49,6 +49,9 @@ def start_sum(values: torch.Tensor, world_size: int) -> Callable[[], list[float]
             work.wait()  # by the stream, not by this process
         here.copy_(values, non_blocking=True)
         arrived.record()
+    # Nothing refers to them any more. By itself torch would give their memory to the backward pass at once, while NCCL
+    # and the copy still use it: garbage in the sums and in the gradients.
+    values.record_stream(copying)
 
     def sums_here() -> list[float]:
         arrived.synchronize()
