@@ -25,9 +25,10 @@ from nodekit.training.reporting.waits import Waits
 from nodekit.training.snapshots.emergency import LastWholeStep
 from nodekit.training.snapshots.exchange import newest_of_all
 from nodekit.training.snapshots.files.manifest import Loaded
-from nodekit.training.snapshots.hostcopy import gather_for_others, holds_gathered
+from nodekit.training.snapshots.hostcopy import HostCopy, gather_for_others, holds_gathered
 from nodekit.training.snapshots.opening import open_snapshots
 from nodekit.training.snapshots.saver import Saver
+from nodekit.training.steps.guarded import GuardedUpdates, can_guard
 from nodekit.training.steps.local_sgd import LocalSgd
 from nodekit.training.steps.not_finite import check_loss, check_weights
 from nodekit.training.steps.optimizers import is_fused, load_state
@@ -83,13 +84,14 @@ class Loop:
         self._make_reporting(folder, {} if found is None else found.state.get("best", {}))
         for each in left_out:
             self.report.say(f"left out of {options.init_from or options.resume_from}: {each}")
-        self.last_whole_step = LastWholeStep(self.module)
+        self.last_whole_step = self._watch_updates(optimizer)
         self.saver = Saver(
             snapshots, world, self.report, writes=writes or self.is_sharded, every=options.snapshot_every,
             seconds=options.snapshot_seconds, trained_s=self.trained_s,
         )  # fmt: skip
         self._last_batch: tuple[int, int] | None = None  # of the last step whose loss is known
-        self._sums = StepSums(world, may_be_late=not options.local_steps)
+        is_guarded = self.last_whole_step.is_known_late
+        self._sums = StepSums(world, may_be_late=not options.local_steps, is_guarded=is_guarded)
         self._is_prepared = False
         self._owes_snapshot = False
         self._saved_step: int | None = None
@@ -97,6 +99,7 @@ class Loop:
         """Whether the training has stopped without a snapshot, to go on in another attempt of the same processes."""
         self._is_asked_to_pause = False
         if found and world.may_stay:  # what was kept may be on no disk
+            world.settle()
             self._step_is_whole()
             self._prepare_snapshots()
 
@@ -128,6 +131,12 @@ class Loop:
         if self.options.local_steps:
             self.local_sgd = LocalSgd(self.options, self.world, self.module, step=self.step)
             self.local_sgd.load(state.get("outer", {}))
+
+    def _watch_updates(self, optimizer: torch.optim.Optimizer) -> LastWholeStep | GuardedUpdates:
+        world, scales = self.world, self.options.amp == "fp16"
+        if world.backend == "nccl" and world.may_stay and can_guard(optimizer, scales=scales):
+            return GuardedUpdates(self.module, optimizer, world.device)
+        return LastWholeStep(self.module)
 
     def _make_reporting(self, folder: Path, best: Mapping[str, Any]) -> None:
         """Create the report, the evaluation, and what keeps weights."""
@@ -265,6 +274,8 @@ class Loop:
             with self.waits.for_others():
                 self._sums.settle()
                 self.engine.average()
+                if not self.last_whole_step.is_known_late:
+                    self.world.settle()
             self.last_whole_step.update_begins()
 
         if not getattr(self.engine, "drive", self._drive)(num_steps, compute, self._end_step):
@@ -311,6 +322,8 @@ class Loop:
     def _end_step(self) -> bool:
         """Between two steps, agree with all ranks on loss, snapshot and stopping; True to stop."""
         self._newest.ended = time.time()
+        if self.last_whole_step.is_known_late:
+            self._step_is_whole()
         if not self._sums:
             return False
         if not self._is_prepared:
@@ -347,22 +360,25 @@ class Loop:
         for steps, (stop, pause, step_s, *saver_sums) in self._sums.read(but=but):
             for each, loss in steps:
                 check_loss(self.world, each.step, loss, each.loss_sum, (each.batch, self._last_batch))
-                self._last_batch = each.batch
-                self.report.step(
-                    each.step,
-                    epoch=self.sampler.epoch + 1,
-                    loss=loss,
-                    lr=each.lr,
-                    num_samples=each.num_samples,
-                    ended=each.ended,
-                )
-            if not self._sums:  # what is kept or saved must be reported, too
-                self._step_is_whole()
+                self._report_step(each, loss)
+            if not self._sums and not self.last_whole_step.is_known_late:
+                self._step_is_whole()  # what is kept or saved is reported, too
             if self.local_sgd:
                 self.local_sgd.synced(self.step, step_s / self.world.world_size)
             self.is_paused = bool(pause) and not stop
             stops, is_due = stops or bool(stop or pause), self.saver.agree(saver_sums) or is_due
         return stops, is_due
+
+    def _report_step(self, step: Step, loss: float) -> None:
+        self._last_batch = step.batch
+        self.report.step(
+            step.step,
+            epoch=self.sampler.epoch + 1,
+            loss=loss,
+            lr=step.lr,
+            num_samples=step.num_samples,
+            ended=step.ended,
+        )
 
     def _evaluate(self, when: str, *, ends_epoch: bool = False) -> None:
         """Measure the model, and keep the weights if they are the best, or those of an epoch."""
@@ -391,6 +407,7 @@ class Loop:
             broadcast_from_first(self.module.buffers(), self.world.device)
             if self.local_sgd:
                 self.local_sgd.average_optimizer(self.engine.optimizer)
+            self.world.settle()
             if self.saver.writes:
                 self.saver.save(self._state(), step=self.step)
             else:
@@ -399,8 +416,8 @@ class Loop:
     def _step_is_whole(self) -> None:
         # As they are before an evaluation: of ranks that lose another, some may have ended it and some not. All do it
         # again, so that each node has what is written then.
-        self._kept_values = {"sampler": self.sampler.state_dict(), "best": self.best.state()}
-        self.last_whole_step.is_done(self.step)
+        values = {"sampler": self.sampler.state_dict(), "best": self.best.state()}
+        self.last_whole_step.is_done(self.step, values)
 
     def _ask_to_pause(self) -> None:
         self._is_asked_to_pause = True
@@ -412,12 +429,16 @@ class Loop:
         Any number of ranks may save it: on each node the first one does. None where this rank has not all of the state,
         or where no step is whole.
         """
-        step = self.last_whole_step.found()
-        if step is None or self.world.backend != "gloo":
+        if not self.world.keeps_steps or (step := self.last_whole_step.found()) is None:
             return None
-        state = {**self._state(), **self._kept_values, "step": step}
+        if self.last_whole_step.is_known_late:
+            for each, loss in self._sums.losses_until(step):
+                self._report_step(each, loss)
+        state = {**self._state(), **self.last_whole_step.values, "step": step}
         if not self._has_all_of(state):
             return None
+        if self.world.device.type != "cpu":  # where there need not be room for another one
+            state = HostCopy(pins=False).take(state)
         return Kept(
             state,
             (self.world.generation or 0, step),

@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
@@ -163,6 +164,7 @@ def _train(options: Options, world: "World", task: "Task", parent: Parent | None
     """Join the other ranks, train, perhaps in several attempts, and return the exit status."""
     from nodekit.training.attempts import reform
 
+    world = replace(world, may_stay=reform.can_go_on(options, world))
     with world, Stop(options.grace) as stop:
         if parent is not None:
             parent.stops_by(stop)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from nodekit.training.group import connections, recorder
+from nodekit.training.group import connections, nccl, recorder
 from nodekit.training.group.agent_messages import AgentMessages, messages_from
 from nodekit.training.group.collectives import start_sum
 from nodekit.training.group.initmethod import InitMethod
@@ -187,6 +187,8 @@ class World:
             else dist.HashStore()  # type: ignore[attr-defined]  # no stub
         )
         connections.remember()
+        if self.backend == "nccl":
+            nccl.prepare(aborts=self.may_stay)
         dist.init_process_group(
             self.backend,
             store=store,
@@ -203,6 +205,7 @@ class World:
                 f"this is rank {self.rank} of {self.world_size} by RANK and WORLD_SIZE, but rank {found} to "
                 f"{self.backend}"
             )
+        nccl.check()  # who was told of a loss before the group was there could abort nothing
         if self.recorder_files and self.backend == "gloo":  # NCCL's group has a thread of its own for this
             recorder.answer(*self._own_recorder_files(self.recorder_files))
         self.stage("")  # what comes now is the script's: it may take long, and tell nothing
@@ -218,7 +221,7 @@ class World:
         if self.messages is not None:
             self.messages.ignore()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            nccl.close()
             if self.recorder_files and self.backend == "gloo":
                 recorder.end(self._own_recorder_files(self.recorder_files)[0])
             if self.is_main:
@@ -227,10 +230,28 @@ class World:
     def leave_others(self) -> None:
         """Break the connections to the other ranks: whoever waits for them, here or there, gets an error at once.
 
-        For a rank that has lost another one. With gloo only: NCCL has its own ways. Any thread may call it.
+        For a rank that has lost another one; any thread may call it. With NCCL only where this process may stay (torch
+        and kit's agent end it elsewhere), and who waits here gets no error: see `settle`.
         """
         if self.backend == "gloo":
             connections.shut_down()
+        elif self.keeps_steps:
+            nccl.leave()
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether a rank that has lost another one still has its last step, and can leave the collective it is in."""
+        return self.backend == "gloo" or (self.backend == "nccl" and self.may_stay)
+
+    def settle(self) -> None:
+        """Wait for the collectives on the GPU, where those that NCCL has aborted end like others; nothing with gloo.
+
+        Raises:
+            LostRank: what has come of them does not count.
+        """
+        if self.backend == "nccl" and self.may_stay:
+            torch.cuda.current_stream(self.device).synchronize()
+            nccl.check()
 
     @property
     def messages(self) -> AgentMessages | None:
@@ -240,7 +261,7 @@ class World:
     def keeps_when_lost(self, newest: Callable[[], int | None], save: Callable[[], object]) -> None:
         """Have kit wait for this rank, when another one is lost, if by then there is a ``newest`` step to be saved.
 
-        With gloo only, as `leave_others`. A rank that gloo leaves waiting all the same ends, when another thread of it
+        Where it can leave them (`keeps_steps`). A rank that gloo leaves waiting all the same ends, when another thread
         has called ``save``.
         """
         messages = self.messages
@@ -256,11 +277,12 @@ class World:
                 os._exit(1)
 
         def when_lost() -> None:
-            if self.backend == "gloo" and (step := newest()) is not None:
+            if self.keeps_steps and (step := newest()) is not None:
                 self.stage(KEEPING, step=step)
-                threading.Thread(
-                    target=end_if_deaf, args=(messages.has_left,), name="nodekit-guard", daemon=True
-                ).start()
+                if self.backend == "gloo":
+                    threading.Thread(
+                        target=end_if_deaf, args=(messages.has_left,), name="nodekit-guard", daemon=True
+                    ).start()
             self.leave_others()
 
         messages.when("lost", when_lost)
@@ -289,13 +311,24 @@ class World:
         return Path(f"{stems[0]}{self.rank}.pipe"), Path(f"{stems[1]}{self.rank}")
 
     def start_sum(self, values: torch.Tensor) -> Callable[[], list[float]]:
-        """Start to sum a 1-D tensor over all ranks; the returned function waits for the sums, equal on every rank."""
-        return start_sum(values, self.world_size)
+        """Start to sum a 1-D tensor over all ranks; the returned function waits for the sums, equal on every rank.
+
+        It raises an error if another rank is lost.
+        """
+        sums_of = start_sum(values, self.world_size)
+
+        def sums() -> list[float]:
+            found = sums_of()
+            nccl.check()
+            return found
+
+        return sums
 
     def gather(self, value: T) -> list[T]:
         """Every rank's ``value`` (small, any picklable type), in the order of ranks, on every rank."""
         values: list[T | None] = [None] * self.world_size
         dist.all_gather_object(values, value)
+        nccl.check()
         return values  # type: ignore[return-value]  # all_gather_object has filled every place
 
 

@@ -40,13 +40,18 @@ T = TypeVar("T")
 
 def can_go_on(options: "Options", world: "World") -> bool:
     """Whether this process may go on in another attempt."""
-    return options.on_lost_rank == "reform" and ENGINES[options.engine].reforms and not why_not(world)
+    is_wanted = options.on_lost_rank == "reform" and not options.local_steps
+    return is_wanted and ENGINES[options.engine].reforms and not why_not(world)
 
 
 def why_not(world: "World") -> str:
     """Why this process cannot go on in another attempt, whatever it trains; "" if it can."""
-    if world.backend != "gloo":
-        return f"the ranks are joined by {world.backend}, and not by gloo"
+    from nodekit.training.group import nccl
+
+    if world.backend not in ("gloo", "nccl"):
+        return f"the ranks are joined by {world.backend}, and not by gloo or nccl"
+    if world.backend == "nccl" and not nccl.can_abort():
+        return "this torch cannot abort NCCL's collectives, which 2.6 can"
     if world.messages is None or world.init_method.scheme != "env":
         return "there is no agent of kit's that would have it go on"
     if len(_abandoned) >= MOST_ATTEMPTS:

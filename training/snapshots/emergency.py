@@ -1,7 +1,7 @@
 """The snapshot that a rank saves by itself when it has lost another: it alone still has the newest step."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nodekit.training.group import nccl
 from nodekit.training.group.connections import is_lost_rank
 from nodekit.training.process.kept import AttemptOver, Kept
 from nodekit.training.snapshots.files.fence import Fenced
@@ -22,11 +23,15 @@ def why_over(error: BaseException | None) -> str:
     """Why an error ends no more than the attempt: the next one goes on with the step; "" for every other error."""
     if isinstance(error, Fenced):
         return "its generation is over"
-    return "another rank is lost" if is_lost_rank(error) else ""
+    # Where NCCL was aborted, whatever came of the garbage that it left.
+    return "another rank is lost" if error and (nccl.has_left() or is_lost_rank(error)) else ""
 
 
 class LastWholeStep:
     """Which step the weights are of, between one update of them and the next; a forward pass changes buffers alone."""
+
+    is_known_late = False
+    """Whether a step is done when its update is launched, and not when all ranks' sums are known too."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         """No step is whole yet."""
@@ -36,6 +41,8 @@ class LastWholeStep:
         self._step: int | None = None
         self.newest: int | None = None
         """The last step that was whole at any time."""
+        self.values: Mapping[str, Any] = {}
+        """What else has to be as it was after the step that `found` returns."""
 
     def next_begins(self) -> None:
         """The next step's forward pass will change the buffers (batch norm's means): keep them."""
@@ -47,10 +54,11 @@ class LastWholeStep:
         """From here on, the weights are of no step."""
         self._step = None
 
-    def is_done(self, step: int) -> None:
+    def is_done(self, step: int, values: Mapping[str, Any]) -> None:
         """The weights are those after ``step``."""
         self._is_within_step = False
         self._step = self.newest = step
+        self.values = values
 
     def found(self) -> int | None:
         """The step, with the buffers as they were then; None while the weights are of no step."""
@@ -90,9 +98,9 @@ class EmergencySave:
 
     Under `run_attempts` it keeps the step in memory instead, where this process may stay, and raises `AttemptOver`.
 
-    For ranks that have all of the state, as with DistributedDataParallel, over gloo. Without it, all steps since the
-    newest snapshot are done again. Every rank that is left saves, unless its folder has this step already. It has until
-    the grace is over (30 s by kit, and that of `Stop`).
+    For ranks that have all of the state, as with DistributedDataParallel: over gloo, and over NCCL by `run_attempts`.
+    Without it, all steps since the newest snapshot are done again. Every rank that is left saves, unless its folder has
+    this step already. It has until the grace is over (30 s by kit, and that of `Stop`).
     """
 
     def __init__(
@@ -129,6 +137,7 @@ class EmergencySave:
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
         """Around the optimizer's step, and all else that makes the state that of ``step``."""
+        self._world.settle()  # the gradients are whole
         self._release()  # loading may have shared tensors with it
         self._last.update_begins()
         yield
@@ -154,7 +163,7 @@ class EmergencySave:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, AttemptOver) or not (why := why_over(error)) or self._world.backend != "gloo":
+        if isinstance(error, AttemptOver) or not (why := why_over(error)) or not self._world.keeps_steps:
             return
         if isinstance(error, Fenced) and not self._world.may_stay:
             return  # this generation can save nothing any more
@@ -178,7 +187,7 @@ class EmergencySave:
             save_alone(self._snapshots, self._world, self._state, step=step)
 
     def _is_done(self, step: int) -> None:
-        self._last.is_done(step)
+        self._last.is_done(step, {})
         self._last.next_begins()
 
     def _release(self) -> None:

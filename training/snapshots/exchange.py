@@ -162,6 +162,7 @@ def _alike(world: World, loaded: Loaded, source: int) -> Loaded:
     # Not gathered: a user may have the order of all samples in it, and every rank would get it from each of the others.
     sent = [_without_tensors(loaded.state) if world.rank == source else None]
     dist.broadcast_object_list(sent, src=source)
+    world.settle()
     try:
         return replace(loaded, state=_with_values(loaded.state, sent[0]))
     except LookupError:

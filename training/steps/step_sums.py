@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nodekit.training.group.collectives import numbers_on
+from nodekit.training.group import nccl
+from nodekit.training.group.collectives import numbers_on, start_sum
 from nodekit.training.world import World
 
 LATE_ON = {"cuda"}
@@ -34,15 +35,21 @@ class Step:
 class StepSums:
     """The sums that are on their way, from which all ranks read the same at the same step."""
 
-    def __init__(self, world: World, *, may_be_late: bool) -> None:
-        """``may_be_late``: whether a decision may take one step more."""
+    def __init__(self, world: World, *, may_be_late: bool, is_guarded: bool = False) -> None:
+        """No sum yet.
+
+        Args:
+            world: of these ranks.
+            may_be_late: whether a decision may take one step more.
+            is_guarded: whether it is known when another rank is lost which updates were made (`GuardedUpdates`).
+        """
         self.is_late = False
         """Whether the newest sums are better left until the next step: waiting for them leaves a GPU without work."""
         self._world = world
-        # Over gloo, a rank that loses another keeps its last step; of one whose sums are on their way, the loss is not
-        # known yet, and the next one's update would come before it.
-        is_kept = world.backend == "gloo" and (world.world_size > 1 or world.may_stay)
-        self._may_be_late = may_be_late and world.device.type in LATE_ON and not is_kept
+        # A rank that loses another keeps its last step; of one whose sums are on their way, the loss is not known yet,
+        # and the next one's update would come before it.
+        is_kept = world.keeps_steps and (world.world_size > 1 or world.may_stay)
+        self._may_be_late = may_be_late and world.device.type in LATE_ON and (is_guarded or not is_kept)
         self._added: list[Step] = []
         self._started: list[tuple[list[Step], Callable[[], list[float]]]] = []
         self._last_s: float | None = None
@@ -61,7 +68,7 @@ class StepSums:
         step_s, self._last_s = math.inf if self._last_s is None else now_s - self._last_s, now_s
         losses = torch.stack([each.loss_sum for each in self._added])
         own = numbers_on(self._world.device, [step_s, *numbers])
-        self._started.append((self._added, self._world.start_sum(torch.cat([losses, own]))))
+        self._started.append((self._added, start_sum(torch.cat([losses, own]), self._world.world_size)))
         self._added = []
 
     def settle(self) -> None:
@@ -79,7 +86,14 @@ class StepSums:
         while len(self._started) > but:
             steps, sums_of = self._started.pop(0)
             sums = sums_of()
+            nccl.check()
             step_s, *numbers = sums[len(steps) :]
             # The ranks' mean, so that all decide alike.
             self.is_late = self._may_be_late and step_s / self._world.world_size < LATE_BELOW_S
             yield list(zip(steps, sums, strict=False)), numbers
+
+    def losses_until(self, step: int) -> Iterator[tuple[Step, float]]:
+        """The losses not read yet, up to those of a ``step`` of which all has arrived, for a rank that has left."""
+        for steps, sums_of in self._started:
+            if steps[-1].step <= step:
+                yield from zip(steps, sums_of(), strict=False)

@@ -1,0 +1,98 @@
+"""Updates that nobody waits for, although a rank that is lost must spoil none: NCCL tells nobody of a sum cut short.
+
+To wait for the gradients of each step before its update would leave the GPU without work meanwhile (5 to 15 % of short
+steps). So the GPU itself leaves updates out, once this process has left the others, and counts those that it makes.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nodekit.training.group import nccl
+
+_AHEAD = 4
+"""So many updates may be launched that are not known to be made; a step's sums are read before the next but one's."""
+
+
+def can_guard(optimizer: torch.optim.Optimizer, *, scales: bool) -> bool:
+    """Whether the optimizer leaves an update out by a tensor, its ``found_inf``, and nobody else uses that.
+
+    torch's own do where they are fused. It is how a ``GradScaler``, if one ``scales``, has them leave one out.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not scales
+
+
+class GuardedUpdates:
+    """As `LastWholeStep`: which step the weights are of, known when this process has left the others."""
+
+    is_known_late = True
+
+    def __init__(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
+        """No step is whole yet. From now on, the optimizer's updates count."""
+        self._device = device
+        self._has_left, self._left_out = (torch.zeros((), device=device) for _ in range(2))
+        self._num_made = torch.zeros((), device=device, dtype=torch.int64)
+        self._num_begun = 0
+        self._buffers = list(module.buffers())
+        self._copies = deque([[each.clone() for each in self._buffers] for _ in range(_AHEAD)])
+        self._done: deque[_Done] = deque(maxlen=_AHEAD)
+        self.values: Mapping[str, Any] = {}
+        """Those of the step that `found` has returned."""
+        optimizer.found_inf = self._left_out  # type: ignore[attr-defined]
+        nccl.before_abort(self._leave_out)
+
+    @property
+    def newest(self) -> int | None:
+        """The last step that may be whole."""
+        return self._done[-1].step if self._done else None
+
+    def next_begins(self) -> None:
+        """The next step's forward pass will change the buffers (batch norm's means): keep them."""
+        if self._done and self._buffers:
+            self._copies.rotate()
+            torch._foreach_copy_(self._copies[0], self._buffers)
+            self._done[-1].buffers = self._copies[0]
+
+    def update_begins(self) -> None:
+        """All that the update needs has been launched before."""
+        # A copy: what another thread sets must not divide an update, which takes several kernels.
+        self._left_out.copy_(self._has_left)
+        self._num_made += 1 - self._left_out.to(torch.int64)
+        self._num_begun += 1
+
+    def is_done(self, step: int, values: Mapping[str, Any]) -> None:
+        """The update that makes the weights those after ``step`` has been launched."""
+        self._done.append(_Done(step, self._num_begun, values))
+
+    def found(self) -> int | None:
+        """The step, with the buffers as they were then; None if none is known. Waits for the GPU."""
+        num_made = int(self._num_made)
+        for done in self._done:
+            if done.num_begun == num_made:
+                if done.buffers:
+                    torch._foreach_copy_(self._buffers, done.buffers)
+                self.values = done.values
+                return done.step
+        return None
+
+    def _leave_out(self) -> None:
+        """Before the abort: whatever update the GPU comes to after that is left out."""
+        if self._device.type == "cpu":
+            self._has_left.fill_(1)
+            return
+        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(beside):
+            self._has_left.fill_(1)
+        beside.synchronize()
+
+
+class _Done:
+    """A step whose update has been launched."""
+
+    def __init__(self, step: int, num_begun: int, values: Mapping[str, Any]) -> None:
+        self.step, self.num_begun, self.values = step, num_begun, values
+        self.buffers: list[torch.Tensor] | None = None  # once another step has begun
