@@ -25,7 +25,7 @@ class EngineInfo:
     libraries: tuple[str, ...] = ()
     """The packages that it imports beyond torch."""
     reforms: bool = False
-    """Whether its ranks keep their processes and their step when another one is lost, over gloo (``reform``)."""
+    """Whether its ranks keep their processes and their step when another one is lost (``reform``)."""
     is_cpu_only: bool = False
     """Whether it exchanges tensors on the CPU alone."""
     fp16_on_cpu: str = ""

@@ -2,7 +2,8 @@
 
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from nodekit.training.process.kept import Kept
 from nodekit.training.process.stop import Stop
 from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
-from nodekit.training.snapshots.emergency import LastWholeStep
+from nodekit.training.snapshots.emergency import LastWholeStep, why_over
 from nodekit.training.snapshots.exchange import newest_of_all
 from nodekit.training.snapshots.files.manifest import Loaded
 from nodekit.training.snapshots.hostcopy import HostCopy, gather_for_others, holds_gathered
@@ -39,7 +40,7 @@ from nodekit.training.weights.best import Best
 from nodekit.training.weights.digest import size_bytes, weights_sha256
 from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.weights.export import load_weights, read_weights
-from nodekit.training.world import PAUSING, World
+from nodekit.training.world import KEEPING, PAUSING, World
 
 _ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
 
@@ -170,7 +171,7 @@ class Loop:
 
     def run(self) -> dict[str, Any] | None:
         """Train to the end and return the result; None if stopped, with a snapshot of the last step."""
-        with self.report:
+        with self.report, self._late_losses():
             self._say_what_begins()
             started_s, started_step = time.monotonic(), self.step
             self.world.stage("the first step")
@@ -208,6 +209,20 @@ class Loop:
             }
             self.report.result(result)
             return result
+
+    @contextmanager
+    def _late_losses(self) -> Iterator[None]:
+        """Report, when another rank is lost, the steps that a GPU which works ahead has done, and are not reported."""
+        try:
+            yield
+        except Exception as error:
+            if self.last_whole_step.is_known_late and why_over(error):
+                self.world.leave_others()
+                if (step := self.last_whole_step.found()) is not None:
+                    for each, loss in self._sums.losses_until(step):
+                        self._report_step(each, loss)
+                    self.world.stage(KEEPING, step=step)  # which the report has written over
+            raise
 
     def _say_what_begins(self) -> None:
         """What goes on, what is special about the data, and what the weights of all epochs will take."""
@@ -431,9 +446,6 @@ class Loop:
         """
         if not self.world.keeps_steps or (step := self.last_whole_step.found()) is None:
             return None
-        if self.last_whole_step.is_known_late:
-            for each, loss in self._sums.losses_until(step):
-                self._report_step(each, loss)
         state = {**self._state(), **self.last_whole_step.values, "step": step}
         if not self._has_all_of(state):
             return None

@@ -209,7 +209,8 @@ def _attempt(
             if loop is not None:
                 kept = loop.keep()
             if kept is not None and not stop.requested and world.may_stay:
-                print(f"nodekit: {why}: waiting with step {kept.age[1]} ({error})", file=sys.stderr)
+                said = str(error).partition("\n")[0]  # of NCCL's four lines the first says it
+                print(f"nodekit: {why}: waiting with step {kept.age[1]} ({said})", file=sys.stderr)
                 traceback.clear_frames(error.__traceback__)
                 if loop is not None:
                     _forget(loop)

@@ -18,7 +18,7 @@ from typing import IO, Any
 TIMEOUT_S = 600.0
 ENDING_S = 180.0
 """So long a command may take to clear up after it was interrupted."""
-_LAST_LINES = 4
+_LAST_LINES, _ERROR_LINES = 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,13 @@ class Done:
 
     @property
     def last_words(self) -> str:
-        """Why it failed: the end of what it said."""
+        """Why it failed: its error, or else the end of what it said."""
         if self.is_late:
             return f"not at its end after {TIMEOUT_S:.0f} s"
         lines = [line.strip() for line in self.said if line.strip()]
-        return "\n".join(lines[-_LAST_LINES:]) or f"exit status {self.code}"
+        errors = [place for place, line in enumerate(lines) if line.startswith("kit: ")]
+        last = lines[errors[-1] :][:_ERROR_LINES] if errors else lines[-_LAST_LINES:]
+        return "\n".join(last) or f"exit status {self.code}"
 
 
 def run(

@@ -286,7 +286,7 @@ def test_the_last_whole_step_has_the_buffers_of_its_end() -> None:
     module = nn.BatchNorm1d(2)
     step = LastWholeStep(module)
     assert step.found() is None
-    step.is_done(4)
+    step.is_done(4, {})
     before = module.running_mean.clone()  # type: ignore[union-attr]
     step.next_begins()
     module(torch.randn(8, 2) + 5)
@@ -303,7 +303,7 @@ def test_buffers_that_changed_after_the_step_stay() -> None:
     step.next_begins()
     module(torch.randn(8, 2) + 5)
     after = module.running_mean.clone()  # type: ignore[union-attr]
-    step.is_done(1)
+    step.is_done(1, {})
     step.found()
     assert torch.equal(after, module.running_mean)  # type: ignore[arg-type]
 

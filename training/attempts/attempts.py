@@ -29,8 +29,8 @@ def run_attempts(
 
         sys.exit(run_attempts(train))
 
-    This takes kit's agents, gloo, and an `EmergencySave` in ``train``. Elsewhere the `EmergencySave` saves the step,
-    and the error is raised, so that whoever has started this process starts it again.
+    This takes kit's agents, gloo or NCCL, and an `EmergencySave` in ``train``. Elsewhere the `EmergencySave` saves the
+    step, and the error is raised, so that whoever has started this process starts it again.
 
     Args:
         train: makes all that belongs to a process group, and lets `AttemptOver` through.

@@ -21,7 +21,11 @@ def broadcast_from_first(tensors: Iterable[torch.Tensor], device: torch.device) 
 
 def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
     """A tensor of `sum_dtype`; from memory that is not pinned, the copy would wait for all work on the GPU."""
-    own = torch.tensor(numbers, dtype=sum_dtype(device), pin_memory=device.type == "cuda")
+    own = torch.tensor(numbers, dtype=sum_dtype(device))
+    if device.type == "cuda":
+        # Not by the call above, which holds the GIL: new pinned memory may wait for the GPU, where NCCL may wait for a
+        # lost rank, and the thread that is told of that would wait for the GIL.
+        own = own.pin_memory()
     return own.to(device, non_blocking=True)
 
 

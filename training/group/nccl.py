@@ -64,8 +64,12 @@ def leave() -> None:
             _before_abort()
         if dist.is_initialized():
             _is_aborted = True
-            assert dist.group.WORLD is not None
-            dist.group.WORLD.abort()
+            _abort()
+
+
+def _abort() -> None:
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.abort()
 
 
 def has_left() -> bool:

@@ -276,8 +276,8 @@ class Options:
     on_lost_rank: str = _how(
         "reform",
         "when another rank is lost, under kit: save the last step and be started again, or keep it in memory, wait for "
-        f"the other nodes and go on in the same process (engines {', '.join(_REFORMING)}, over gloo; "
-        "elsewhere restart)",
+        f"the other nodes and go on in the same process (engines {', '.join(_REFORMING)}; elsewhere "
+        "restart)",
         choices=["restart", "reform"],
         type=str,
         may_change=True,

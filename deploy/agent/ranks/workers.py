@@ -161,13 +161,13 @@ class Workers:
 
         Args:
             grace_s: until SIGKILL.
-            is_wanted: after `grace_s`, this goes on waiting while it is true; it is asked before, too.
+            is_wanted: after `grace_s`, even of 0, this goes on waiting while it is true; it is asked before, too.
             unsignalled: local ranks that get no SIGTERM: they have been told otherwise.
             staying: those that are not to be ended by now, but are to be there at the next `start`.
         """
         deadline = time.monotonic() + grace_s
         left = self._left(staying)
-        if grace_s > 0 and left:
+        if left and (grace_s > 0 or is_wanted()):
             signalled = {key: pid for key, pid in left.items() if key not in unsignalled}
             children.signal_groups(signalled, signal.SIGTERM)
             children.signal_groups(left, signal.SIGCONT)  # a stopped one hears only this

@@ -1,6 +1,6 @@
 """Prove on your own machines what only they can show.
 
-Kit is tested without GPUs. In about ten minutes this tries on yours what that leaves open: the network by
+Kit's own tests have no GPU. In about ten minutes this tries on yours what that leaves open: the network by
 NCCL; each engine's training, and its resume from a snapshot after a crash, bit for bit; the time of such a
 restart by phase; that GPU memory is free again before it; that a hang in NCCL is found; kit compare.
 

@@ -48,8 +48,9 @@ class Run:
     def __init__(
         self, agents: Agents, *more: str, job: str = JOB, num_nodes: int = 3, **changes: Any
     ) -> None:
+        program = ["job.py"] if "__main__" in job else ["-m", "nodekit.training"]
         command = (
-            "python", "-u", "-m", "nodekit.training", "--task", "job.py:Task", "--epochs", "3", "--batch-size", "63",
+            "python", "-u", *program, "--task", "job.py:Task", "--epochs", "3", "--batch-size", "63",
             "--snapshot-every", "1000", "--on-lost-rank", "reform", "--output", str(agents.folder / "output"), *more,
         )  # fmt: skip
         self.begin(agents, job, argv=command, num_nodes=num_nodes, **changes)
@@ -67,6 +68,9 @@ class Run:
     def pids(self) -> dict[str, list[int]]:
         """Of each node's ranks."""
         return {name: [each["pid"] for each in self.agents.status(name)["workers"]] for name in self.names}
+
+    def pids_of_all_attempts(self, name: str) -> set[int]:
+        return {each["pid"] for event in self.events(name, "workers-started") for each in event["workers"]}
 
     def join(self, name: str, node_rank: int) -> None:
         """Start a node's agent again."""
@@ -191,6 +195,49 @@ def test_the_others_stay_and_no_step_is_lost(
         assert first["stayed"] == []
     assert "in memory" in run.result("n0")["resumed_from"]
     assert run.result("n0")["resumed_at_step"] >= 20
+
+
+# gloo in place of NCCL, and a CPU in place of the GPU: its connections are shut where a communicator would be aborted.
+OVER_NCCL = """
+if __name__ == "__main__":
+    import sys
+    import torch.distributed as dist
+    from nodekit.training import __main__, loop, world
+    from nodekit.training.group import connections, nccl
+    from nodekit.training.steps import step_sums
+    world._backend = lambda *_: "nccl"
+    begin = dist.init_process_group
+    dist.init_process_group = lambda backend, device_id, **more: begin("gloo", **more)
+    world.World.settle = lambda self: nccl.check()
+    nccl._abort = connections.shut_down
+    nccl.close = dist.destroy_process_group
+    if os.path.exists("ahead"):
+        step_sums.LATE_ON.add("cpu")
+        loop.is_fused = lambda *_: True
+    sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["which waits", "which works ahead"])
+@again_if_left_waiting
+def test_over_nccl_no_step_is_lost_either(
+    agents: Agents, unbroken: tuple[dict[int, float], str], is_ahead: bool
+) -> None:
+    """On a GPU which works ahead of its process, a fused optimizer leaves out what comes after the loss."""
+    if is_ahead:
+        (agents.folder / "code/ahead").touch()
+    run = Run(agents, job=JOB + OVER_NCCL)
+    run.wait_step(25)  # in the middle of an epoch, where the sums of a step are not read at once
+    before = run.pids()
+    os.kill(before["n1"][0], signal.SIGKILL)
+    losses = run.end()
+    assert losses == pytest.approx(unbroken[0], rel=1e-4 if is_ahead else 0.0)
+    for name in ("n0", "n2"):
+        assert run.events(name, "workers-started")[1]["stayed"]
+        assert run.pids_of_all_attempts(name) == {*before[name]}
+        lines = [json.loads(line) for line in (run.output(name) / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
+    assert "in memory" in run.result("n0")["resumed_from"]
 
 
 @again_if_left_waiting
@@ -392,6 +439,37 @@ def test_a_rank_that_has_no_core_to_hear_of_the_loss_is_waited_for(agents: Agent
     run = Alone(agents, SLOW_TO_HEAR, nproc_per_node=2)
     run.wait_succeeded()
     assert (agents.folder / "code/kept").exists(), run.logs()
+
+
+KEEPS_FOR_A_WHILE = """
+import os, sys, threading, time
+from pathlib import Path
+from nodekit.training.group.agent_messages import AgentMessages
+from nodekit.training.world import KEEPING
+if os.environ["NODEKIT_GENERATION"] == "1":
+    sys.exit()
+lost = threading.Event()
+def hear():
+    Path(os.environ["NODEKIT_PROGRESS_FILE"]).write_text(f"3 {KEEPING}")
+    lost.set()
+AgentMessages(Path(os.environ["NODEKIT_AGENT_PIPE"])).when("lost", hear)
+print("listens", flush=True)
+lost.wait()
+time.sleep(1)
+Path("kept").touch()
+os._exit(1)
+"""
+
+
+def test_a_rank_on_a_gpu_that_keeps_its_step_is_waited_for(agents: Agents) -> None:
+    """Those that wait in NCCL and keep nothing are killed at once; it had been killed with them."""
+    run = Alone(agents, KEEPS_FOR_A_WHILE, gpus=(0,))
+    until(lambda: "listens" in run.logs(), what="the rank")
+    run.fence()
+    agents.wait("n0", "fenced")
+    assert (agents.folder / "code/kept").exists(), run.logs()
+    run.begin_generation("n0")
+    run.wait_succeeded()
 
 
 @contextlib.contextmanager
