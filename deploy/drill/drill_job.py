@@ -18,7 +18,6 @@ from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 
 _RUN_ID = re.compile(r"^run (\S+)", re.MULTILINE)
-_RUN_ENDED = re.compile(r"\S+-\d{4}-\d{6}-[0-9a-f]{4} ")
 
 
 class Job:
@@ -79,9 +78,12 @@ class Job:
 
     def last_words(self, num_lines: int = 6) -> str:
         """Return how it says that the run has ended, and why; if it does not say so, the last lines of its output."""
-        lines = [line for line in self._said().splitlines() if line.strip()]
-        ends = [place for place, line in enumerate(lines) if _RUN_ENDED.match(line)]
-        return "\n".join(lines[ends[-1] :][:num_lines] if ends else lines[-num_lines:])
+        said = self._said()
+        lines = [line for line in said.splitlines() if line.strip()]
+        if found := _RUN_ID.search(said):
+            ends = [place for place, line in enumerate(lines) if line.startswith(f"{found.group(1)} ")]
+            lines = lines[ends[-1] :][:num_lines] if ends else lines
+        return "\n".join(lines[-num_lines:])
 
     def _said(self) -> str:
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import stat
 from pathlib import Path
@@ -17,6 +18,7 @@ from nodekit.deploy.plan.check import Facts, Interface
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.selftest import MEMORY_MARK, selftest_report
+from nodekit.deploy.selftest.selftest_command import Done
 from nodekit.deploy.selftest.selftest_report import Anonymous, Part, why_unmeasured
 from nodekit.inventory.load import load_inventory
 
@@ -40,6 +42,21 @@ def test_a_network_without_a_second_gpu_is_not_called_measured() -> None:
     assert why_unmeasured({"pairs": [{"source": "a"}], "notes": [note]}) == ""
     assert why_unmeasured({"pairs": [], "notes": [note], "problems": ["gpu1: NCCL failed"]}) == ""
     assert why_unmeasured({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (
+            ["unbroken", "kit: the job fails even unbroken", "x failed: no GPU", "  resume  kit up"],
+            "even unbroken\nx failed",
+        ),
+        (["one", "", " two "], "^one\ntwo$"),
+        ([], "exit status 3"),
+    ],
+)
+def test_why_a_command_failed_is_its_error(said: list[str], why: str) -> None:
+    assert re.search(why, Done(code=3, out="", said=said, seconds=1.0).last_words)
 
 
 def test_a_restart_is_divided_into_its_phases_which_add_up_to_the_whole() -> None:
