@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nodekit.training.group import nccl
+from nodekit.training.steps import guarded
 from nodekit.training.steps.guarded import GuardedUpdates, can_guard
 
 CPU = torch.device("cpu")
@@ -95,6 +98,19 @@ def test_without_a_loaded_step_none_is_found_before_the_first_update(trained: Tr
     nccl.leave()
     trained.forward()
     trained.update()
+    assert trained.updates.found() is None
+
+
+def test_no_step_is_known_where_the_gpu_could_not_be_told(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its work in all streams waits behind NCCL's kernel, which only the abort ends."""
+    trained.forward()
+    trained.update()
+    monkeypatch.setattr(trained.updates, "_beside", SimpleNamespace(query=lambda: False))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(guarded, "_ABORT_ANYWAY_S", 0.0)
+    nccl.leave()
     assert trained.updates.found() is None
 
 

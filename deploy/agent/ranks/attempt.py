@@ -41,7 +41,7 @@ LOSS_S = 0.4  # until it is looked again, while ranks pause, whether one is lost
 ALSO_S = 0.1  # of a node's ranks several may fail of the same
 # Looks, not seconds: while a machine stands still, or has no core to spare, its ranks cannot answer either.
 UNREAD_LOOKS = 200  # for ranks to read what they are told, one to two hundredths of a second each
-HEARD_LOOKS = 25  # from then until they say that they keep what they have; their main thread may be at work
+HEARD_LOOKS = 15  # from then until they say that they keep what they have; their main thread may be at work
 _POLL_S = 0.02
 
 
