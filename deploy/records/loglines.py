@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 WINDOW_S = 0.4  # so long a line that has just come waits for older ones of other nodes
 _COLOURS = (36, 35, 32, 33, 34, 91, 96, 95)  # those of deploy/screen/view.py
-# In what faulthandler writes: the frames below the user's script, and the list of all C extensions.
-_KITS_OWN = re.compile(
+# In what faulthandler writes: the frames below the user's script, and the list of all C extensions. In what torch's
+# NCCL watchdog writes on each rank that loses another: the stack of its own C++, and of where the collective began.
+_NO_USE = re.compile(
     r'  File "(?:[^"]*/deploy/agent/ranks/(?:forkserver|worker)\.py|<frozen runpy>)", line \d+ in |Extension modules: '
+    r"|frame #\d+: |#\d+ \S+ from \S+:\d+$"
 )
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _WHEN = "10m, 2h, 12:03, 2026-11-22 or 2026-11-22T12:03"
@@ -146,7 +148,7 @@ def pick_attempts(wanted: str, there: Iterable[str]) -> list[str]:
 
 def is_shown(line: str) -> bool:
     """Whether a line is of use to who reads a rank's output in a terminal; the log has all of them."""
-    return not _KITS_OWN.match(line)
+    return not _NO_USE.match(line)
 
 
 class Window:

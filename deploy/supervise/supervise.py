@@ -460,9 +460,10 @@ class Supervisor:
             if failure not in told.failures:
                 last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
                 how = how_it_ended(failure.exitcode)
+                how = f"was {how}" if how.startswith("killed") else f"ended with {how}"
                 if is_secondary(failure.error, failure.exitcode) and not was_told(failure):
                     last_line = "it has lost another rank"  # its own words are in the log, and long
-                text = f"{name}: rank {failure.rank} ended with {how}: {last_line}"
+                text = f"{name}: rank {failure.rank} {how}: {last_line}"
                 self._view.say(text, is_event=True)
         if (notice := str(status.get("notice") or "")) != told.notice and notice:
             self._view.say(notice)

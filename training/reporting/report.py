@@ -66,7 +66,7 @@ class Report:
         self._last_progress = -_PROGRESS_EVERY_S
         self._num_samples = 0
         self.first_step_s: float | None = None
-        """Seconds from the start of the process to the end of its first step; None if unknown."""
+        """Seconds from the start of the process to the end of its first step; None if unknown, and in later attempts."""
         self._timed_from_s: float | None = None  # when the current step began; None in the first one
         self._timed_s = 0.0
         self._timed_samples = 0
@@ -122,7 +122,7 @@ class Report:
         if step == self._total_steps:  # before the last snapshot, which needs memory of its own
             self._peak_memory_bytes = _peak_memory_bytes(self._world.device)
         if self._num_samples == 0:
-            self.first_step_s = _process_age_s()
+            self.first_step_s = _process_age_s() if self._world.kept is None else None
             if self.first_step_s is not None:
                 self.say(f"first step {self.first_step_s:.2f} s after the start of the process")
         self._step = step

@@ -186,6 +186,18 @@ def test_kit_s_own_frames_in_what_a_hung_rank_leaves_are_not_shown() -> None:
     ]  # a traceback has all
 
 
+def test_of_what_torch_says_of_a_lost_rank_the_stacks_are_not_shown() -> None:
+    watched = ViewModel("r", ["a"])
+    said = [
+        "[rank1]:[E1127 03:38:16.18 ProcessGroupNCCL.cpp:612] [Rank 1] Collective WorkNCCL(SeqNum=87) raised: NCCL error",
+        "frame #1: c10d::ProcessGroupNCCL::Watchdog::runLoop() + 0xa84 (0x7f43a9f07294 in /torch/lib/libtorch_cuda.so)",
+        "#0 all_reduce from /torch/distributed/distributed_c10d.py:3068", "#7 <lambda> from /runs/r/code/train.py:278",
+        "#1 in the list from top to bottom",
+    ]  # fmt: skip
+    watched.log("a", "0", said)
+    assert watched.log_of("a") == [said[0], said[4]]
+
+
 def test_a_question_takes_the_place_of_the_keys() -> None:
     assert shown(model(asks="Stop the job?  y: yes"), 80, 20)[-1] == "Stop the job?  y: yes"
 
