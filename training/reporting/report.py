@@ -66,7 +66,7 @@ class Report:
         self._last_progress = -_PROGRESS_EVERY_S
         self._num_samples = 0
         self.first_step_s: float | None = None
-        """Seconds from the start of the process to the end of its first step; None if unknown, and in later attempts."""
+        """Seconds from the start of the process to the end of its first step; None if unknown or in a later attempt."""
         self._timed_from_s: float | None = None  # when the current step began; None in the first one
         self._timed_s = 0.0
         self._timed_samples = 0

@@ -189,7 +189,7 @@ def test_kit_s_own_frames_in_what_a_hung_rank_leaves_are_not_shown() -> None:
 def test_of_what_torch_says_of_a_lost_rank_the_stacks_are_not_shown() -> None:
     watched = ViewModel("r", ["a"])
     said = [
-        "[rank1]:[E1127 03:38:16.18 ProcessGroupNCCL.cpp:612] [Rank 1] Collective WorkNCCL(SeqNum=87) raised: NCCL error",
+        "[rank1]:[E1127 03:38:16.18 ProcessGroupNCCL.cpp:612] [Rank 1] Collective WorkNCCL(SeqNum=87) raised: error",
         "frame #1: c10d::ProcessGroupNCCL::Watchdog::runLoop() + 0xa84 (0x7f43a9f07294 in /torch/lib/libtorch_cuda.so)",
         "#0 all_reduce from /torch/distributed/distributed_c10d.py:3068", "#7 <lambda> from /runs/r/code/train.py:278",
         "#1 in the list from top to bottom",
