@@ -1,6 +1,8 @@
 """The training loop: one task on all ranks, from the newest snapshot to the last epoch."""
 
 import functools
+import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +43,8 @@ from nodekit.training.weights.digest import size_bytes, weights_sha256
 from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.weights.export import load_weights, read_weights
 from nodekit.training.world import KEEPING, PAUSING, World
+
+log = logging.getLogger("nodekit.training")
 
 _ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
 
@@ -119,6 +123,11 @@ class Loop:
         )
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
+        if self.world.backend == "nccl" and self.world.may_stay:
+            # DDP sends the buffers in each forward pass. If that is cut off, it leaves garbage, and an index of garbage
+            # ends CUDA in this process. Seeds and snapshots have made these equal.
+            whole = [name for name, each in self.module.named_buffers() if not each.is_floating_point()]
+            self.module._ddp_params_and_buffers_to_ignore = whole  # type: ignore[assignment]
         return optimizer
 
     def _make_engine(self, found: Loaded | None, optimizer: torch.optim.Optimizer) -> None:
@@ -218,11 +227,22 @@ class Loop:
         except Exception as error:
             if self.last_whole_step.is_known_late and why_over(error):
                 self.world.leave_others()
-                if (step := self.last_whole_step.found()) is not None:
-                    for each, loss in self._sums.losses_until(step):
-                        self._report_step(each, loss)
-                    self.world.stage(KEEPING, step=step)  # which the report has written over
+                self._report_late()
             raise
+
+    def _report_late(self) -> None:
+        try:
+            if (step := self.last_whole_step.found()) is None:
+                return
+            for each, loss in self._sums.losses_until(step):
+                if not math.isfinite(loss):  # nor are the weights, then
+                    self.last_whole_step.forget()
+                    return
+                self._report_step(each, loss)
+            self.world.stage(KEEPING, step=step)  # which the report has written over
+        except RuntimeError as error:  # the GPU's; the one that has led here is the one to be raised
+            log.warning("no step is kept: %s", error)
+            self.last_whole_step.forget()
 
     def _say_what_begins(self) -> None:
         """What goes on, what is special about the data, and what the weights of all epochs will take."""
@@ -399,7 +419,7 @@ class Loop:
         """Measure the model, and keep the weights if they are the best, or those of an epoch."""
         check_weights(self.world, self.step, self.module, self._last_batch)
         # Rank 0's: DDP gives them to all before a step, not after it.
-        broadcast_from_first(self.module.buffers(), self.world.device)
+        self._share_buffers()
         self.report.settle()
         # Rank 0's on all ranks: they must decide alike which is the best and when it is enough.
         self.means = self.world.gather(self.evaluation(self.engine, self.module))[0]
@@ -414,12 +434,19 @@ class Loop:
             self.epoch_weights.look(epoch, weights)
         self.saver.paused()
 
+    def _share_buffers(self) -> None:
+        """Give all ranks rank 0's; if one is lost meanwhile, the step has its own."""
+        self.last_whole_step.next_begins()
+        broadcast_from_first(self.module.buffers(), self.world.device)
+        self.world.settle()
+        self.last_whole_step.next_begins()
+
     def _save(self) -> None:
         """Save a snapshot of this step on every node; the learning rate follows from the step."""
         self._saved_step = self.step
         with self.saver.measured():
             check_weights(self.world, self.step, self.module, self._last_batch)
-            broadcast_from_first(self.module.buffers(), self.world.device)
+            self._share_buffers()
             if self.local_sgd:
                 self.local_sgd.average_optimizer(self.engine.optimizer)
             self.world.settle()

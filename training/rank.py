@@ -207,7 +207,10 @@ def _attempt(
         if why:
             world.leave_others()
             if loop is not None:
-                kept = loop.keep()
+                try:
+                    kept = loop.keep()
+                except Exception as unmade:  # the one that has led here is the one to be reported
+                    logging.getLogger("nodekit.training").warning("no step is kept: %s", unmade)
             if kept is not None and not stop.requested and world.may_stay:
                 said = str(error).partition("\n")[0]  # of NCCL's four lines the first says it
                 print(f"nodekit: {why}: waiting with step {kept.age[1]} ({said})", file=sys.stderr)

@@ -177,6 +177,7 @@ class World:
     def __enter__(self) -> "World":
         """Set the device and join the process group; returns when all ranks are there."""
         self.stage("meeting the other ranks")
+        nccl.prepare(aborts=self.backend == "nccl" and self.may_stay)
         if self.messages is not None:
             self.messages.when("lost", self.leave_others, is_default=True)
         if self.device.type != "cpu":
@@ -187,8 +188,6 @@ class World:
             else dist.HashStore()  # type: ignore[attr-defined]  # no stub
         )
         connections.remember()
-        if self.backend == "nccl":
-            nccl.prepare(aborts=self.may_stay)
         dist.init_process_group(
             self.backend,
             store=store,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -104,21 +104,42 @@ def test_without_a_loaded_step_none_is_found_before_the_first_update(trained: Tr
 def test_no_step_is_known_where_the_gpu_could_not_be_told(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its work in all streams waits behind NCCL's kernel, which only the abort ends."""
+    """The driver has no room for another kernel until the abort."""
     trained.forward()
     trained.update()
-    monkeypatch.setattr(trained.updates, "_beside", SimpleNamespace(query=lambda: False))
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(guarded, "_ABORT_ANYWAY_S", 0.0)
+    aborted = threading.Event()
+    monkeypatch.setattr(
+        trained.updates, "_has_left", SimpleNamespace(device=CPU, fill_=lambda _: aborted.wait())
+    )
+    monkeypatch.setattr(guarded, "_ABORT_ANYWAY_S", 0.05)
     nccl.leave()
     assert trained.updates.found() is None
+    aborted.set()
+
+
+def test_what_fails_before_the_abort_does_not_keep_it_from_happening(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    calls: list[str] = []
+    nccl.before_abort(fail)
+    monkeypatch.setattr(nccl.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(nccl, "_abort", lambda: calls.append("aborted"))
+    nccl.leave()
+    nccl.leave()
+    assert calls == ["aborted"]
 
 
 @pytest.mark.parametrize(
     ("fused", "scales", "can"), [(True, False, True), (True, True, False), (False, False, False)]
 )
 def test_only_a_fused_optimizer_that_nobody_scales_for_can(fused: bool, scales: bool, can: bool) -> None:
-    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1, fused=fused)
+    optimizer = torch.optim.AdamW(torch.nn.Linear(1, 1).parameters(), lr=0.1, fused=fused)
+    assert not can_guard(
+        torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1, fused=True), scales=False
+    )
     assert can_guard(optimizer, scales=scales) is can
 
 

@@ -1,5 +1,6 @@
 """The sums of a step are on their way while the GPU works, and all ranks read the same ones at the same step."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from nodekit.training import World
-from nodekit.training.group import collectives
+from nodekit.training.group import collectives, nccl
 from nodekit.training.steps import step_sums
 from nodekit.training.steps.step_sums import Step, StepSums
 
@@ -151,6 +152,36 @@ def test_sums_are_read_a_step_later_where_a_gpu_makes_short_steps(
         now[0] += step_s
     assert seen == [False, False, is_late, is_late], "the first step's time is not known"
     assert [step.step for steps, _ in sums.read() for step, _ in steps] == [4] * is_late
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepSums]:
+    """Of which this one works ahead, with the sums of three steps on their way."""
+    nccl.prepare(aborts=False)
+    monkeypatch.setattr(step_sums, "start_sum", lambda values, _: lambda: (2 * values).tolist())
+    world: Any = SimpleNamespace(device=torch.device("cpu"), keeps_steps=True, world_size=2)
+    sums = StepSums(world, may_be_late=True, is_guarded=True)
+    for number in range(1, 4):
+        sums.add(Step(number, torch.tensor(float(number), dtype=torch.float64), lr=0.1, num_samples=4))
+        sums.start([])
+    yield sums
+    nccl.prepare(aborts=False)
+
+
+def test_the_losses_of_steps_that_are_kept_are_told_though_their_reading_was_cut_off(
+    two_ranks: StepSums,
+) -> None:
+    nccl.leave()
+    with pytest.raises(nccl.LostRank):
+        next(two_ranks.read(but=1))
+    assert [(step.step, loss) for step, loss in two_ranks.losses_until(2)] == [(1, 2.0), (2, 4.0)]
+
+
+def test_sums_that_had_arrived_before_the_loss_count(two_ranks: StepSums) -> None:
+    assert len([*two_ranks.read(but=1)]) == 2
+    two_ranks.settle()
+    nccl.leave()
+    assert [steps[0][1] for steps, _ in two_ranks.read()] == [6.0]
 
 
 def test_a_broadcast_is_of_what_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> None:

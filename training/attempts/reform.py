@@ -4,6 +4,7 @@ It leaves the process group, waits for what the agents' rendezvous decides, and 
 abandoned one. The newest state that any rank has kept is sent to those that lack it (`snapshots.exchange`).
 """
 
+import gc
 import logging
 import os
 import sys
@@ -81,6 +82,8 @@ def run(
     while isinstance(ended, Kept):
         kept = ended
         leave(world)
+        if world.device.type != "cpu":
+            gc.collect()  # the next model needs the GPU's memory, and the last one may be in a cycle
         if (following := next_world(kept, world, stop, make)) is None:
             kept.save()
             return stop.exit_code

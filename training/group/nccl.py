@@ -5,11 +5,14 @@ without an error, with a part of the sum, and what comes after them on the GPU g
 it aborts before it does, and whoever has waited asks with `check`, before anything counts that came of a collective.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable
 
 import torch.distributed as dist
+
+log = logging.getLogger("nodekit.training")
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _DUMP_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
@@ -61,7 +64,10 @@ def leave() -> None:
         if _is_aborted:
             return
         if _before_abort is not None:
-            _before_abort()
+            try:
+                _before_abort()
+            except RuntimeError:  # the GPU's; whoever gave it does not know its step then
+                log.exception("before the abort")
         if dist.is_initialized():
             _is_aborted = True
             _abort()
@@ -85,6 +91,9 @@ def check() -> None:
 
 def close() -> None:
     """Close all groups, the aborted one too, which torch's threads may still use: keep what refers to it."""
+    global _before_abort
+    with _lock:
+        _before_abort = None
     if has_left():
         dist.distributed_c10d._abort_process_group()
     else:

@@ -61,6 +61,10 @@ class LastWholeStep:
         self._step = self.newest = step
         self.values = values
 
+    def forget(self) -> None:
+        """From now on, no step is known."""
+        self._step = None
+
     def found(self) -> int | None:
         """The step, with the buffers as they were then; None while the weights are of no step."""
         if self._step is not None and self._is_within_step and self._buffers:
@@ -127,6 +131,7 @@ class EmergencySave:
         self._last = LastWholeStep(torch.nn.Module() if module is None else module)
         self._listens = self._is_asked_to_pause = False
         if step is not None:
+            world.settle()  # DistributedDataParallel may have sent rank 0's weights just now
             self._is_done(step)
 
     def __enter__(self) -> "EmergencySave":

@@ -5,7 +5,7 @@ of 38 ms took 43). So the GPU itself leaves updates out, once this process has l
 makes.
 """
 
-import time
+import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,6 @@ from nodekit.training.group import nccl
 
 _AHEAD = 4
 """So many updates may be launched that are not known to be made; a step's sums are read before the next but one's."""
-_LOOK_S = 0.001
 _ABORT_ANYWAY_S = 2.0
 """A GPU that cannot be told within so long is not waited for: then no step is known."""
 
@@ -24,9 +23,12 @@ _ABORT_ANYWAY_S = 2.0
 def can_guard(optimizer: torch.optim.Optimizer, *, scales: bool) -> bool:
     """Whether the optimizer leaves an update out by a tensor, its ``found_inf``, and nobody else uses that.
 
-    torch's own do where they are fused. It is how a ``GradScaler``, if one ``scales``, has them leave one out.
+    torch's own do where they are fused. It is how a ``GradScaler``, if one ``scales``, has them leave one out. Not SGD,
+    whose momentum is whatever was in memory if its first update is left out; nor a class made from them, which may do
+    more in ``step``.
     """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not scales
+    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return is_adam and all(group.get("fused") for group in optimizer.param_groups) and not scales
 
 
 class GuardedUpdates:
@@ -38,7 +40,9 @@ class GuardedUpdates:
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> None:
         """No step is whole yet. From now on, the optimizer's updates count."""
-        self._has_left, self._left_out = (torch.zeros((), device=device) for _ in range(2))
+        self._has_left, self._left_out = (
+            torch.zeros((), dtype=torch.float32, device=device) for _ in range(2)
+        )
         self._num_made = torch.zeros((), device=device, dtype=torch.int64)
         self._num_begun = 0
         self._is_known = True
@@ -88,20 +92,29 @@ class GuardedUpdates:
                 return done.step
         return None
 
+    def forget(self) -> None:
+        """From now on, no step is known."""
+        self._is_known = False
+
     def _leave_out(self) -> None:
         """Before the abort: whatever update the GPU comes to after that is left out."""
-        if self._beside is None:
-            self._has_left.fill_(1)
-            return
-        with torch.cuda.stream(self._beside):
-            self._has_left.fill_(1)
-        deadline_s = time.monotonic() + _ABORT_ANYWAY_S
-        # Where all streams are one to the GPU (CUDA_DEVICE_MAX_CONNECTIONS=1), it comes to this after NCCL's kernel.
-        while not self._beside.query():
-            if time.monotonic() > deadline_s:
-                self._is_known = False
-                return
-            time.sleep(_LOOK_S)
+        # In a thread: with a thousand kernels waiting for the GPU, the driver may have no room for another one, and if
+        # all streams are one to it (CUDA_DEVICE_MAX_CONNECTIONS=1), it comes to this after NCCL's kernel.
+        told = threading.Event()
+
+        def tell() -> None:
+            device = self._has_left.device
+            if self._beside is None:
+                self._has_left.fill_(1)
+            else:
+                # The device as well: this thread's is GPU 0, where it would take memory.
+                with torch.cuda.device(device), torch.cuda.stream(self._beside):
+                    self._has_left.fill_(1)
+                self._beside.synchronize()
+            told.set()
+
+        threading.Thread(target=tell, name="nodekit-leaves", daemon=True).start()
+        self._is_known = told.wait(_ABORT_ANYWAY_S) and self._is_known
 
 
 class _Done:

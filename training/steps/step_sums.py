@@ -32,6 +32,22 @@ class Step:
     """Seconds since 1970; 0 while the optimizer steps."""
 
 
+class _Started:
+    """Sums that are on their way."""
+
+    def __init__(self, steps: list[Step], sums_of: Callable[[], list[float]]) -> None:
+        self.steps, self.sums_of = steps, sums_of
+        self._sums: list[float] | None = None
+
+    def settle(self) -> list[float]:
+        """Wait for them. Once this has returned they count, whatever comes after."""
+        if self._sums is None:
+            sums = self.sums_of()
+            nccl.check()
+            self._sums = sums
+        return self._sums
+
+
 class StepSums:
     """The sums that are on their way, from which all ranks read the same at the same step."""
 
@@ -51,7 +67,7 @@ class StepSums:
         is_kept = world.keeps_steps and (world.world_size > 1 or world.may_stay)
         self._may_be_late = may_be_late and world.device.type in LATE_ON and (is_guarded or not is_kept)
         self._added: list[Step] = []
-        self._started: list[tuple[list[Step], Callable[[], list[float]]]] = []
+        self._started: list[_Started] = []
         self._last_s: float | None = None
 
     def __len__(self) -> int:
@@ -68,7 +84,9 @@ class StepSums:
         step_s, self._last_s = math.inf if self._last_s is None else now_s - self._last_s, now_s
         losses = torch.stack([each.loss_sum for each in self._added])
         own = numbers_on(self._world.device, [step_s, *numbers])
-        self._started.append((self._added, start_sum(torch.cat([losses, own]), self._world.world_size)))
+        self._started.append(
+            _Started(self._added, start_sum(torch.cat([losses, own]), self._world.world_size))
+        )
         self._added = []
 
     def settle(self) -> None:
@@ -77,16 +95,15 @@ class StepSums:
         They were started before the backward pass, so this takes no time.
         """
         if self._started and not self.is_late:
-            steps, sums_of = self._started[-1]
-            sums = sums_of()
-            self._started[-1] = steps, lambda: sums
+            self._started[-1].settle()
 
     def read(self, *, but: int = 0) -> Iterator[tuple[list[tuple[Step, float]], list[float]]]:
         """Wait for all but the newest ``but``: the steps, each with its loss, and the sums of the numbers."""
         while len(self._started) > but:
-            steps, sums_of = self._started.pop(0)
-            sums = sums_of()
-            nccl.check()
+            steps, sums = self._started[0].steps, self._started[0].settle()
+            self._started.pop(
+                0
+            )  # not before: of one that another rank's loss cuts off, `losses_until` may know more
             step_s, *numbers = sums[len(steps) :]
             # The ranks' mean, so that all decide alike.
             self.is_late = self._may_be_late and step_s / self._world.world_size < LATE_BELOW_S
@@ -94,6 +111,6 @@ class StepSums:
 
     def losses_until(self, step: int) -> Iterator[tuple[Step, float]]:
         """The losses not read yet, up to those of a ``step`` of which all has arrived, for a rank that has left."""
-        for steps, sums_of in self._started:
-            if steps[-1].step <= step:
-                yield from zip(steps, sums_of(), strict=False)
+        for each in self._started:
+            if each.steps[-1].step <= step:
+                yield from zip(each.steps, each.sums_of(), strict=False)

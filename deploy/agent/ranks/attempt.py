@@ -55,6 +55,7 @@ class Attempts:
         self._folder = Path(spec.node_dir)
         self._messages = Messages(self._folder / "messages")
         self._told: dict[int, Kind] = {}  # local ranks that have heard why this attempt ends
+        self._heard_looks = 0  # since all of these have read it
         self._staying: set[int] = set()  # those that wait for the next attempt, to go on in it
         self._stayed: set[int] = set()  # those that have been told of this one
         self._grace_s = spec.grace_s
@@ -293,19 +294,20 @@ class Attempts:
             knows = self._told.get(local_rank) in (kind, "lost")
             if not knows and self._messages.send(local_rank, {"kind": kind}):
                 self._told[local_rank] = kind
+                self._heard_looks = 0
         keeping: set[int] = set()  # what it does meanwhile may be told in place of that
-        unread_looks = heard_looks = 0
+        unread_looks = 0
 
         def is_kept() -> bool:
-            nonlocal unread_looks, heard_looks
+            nonlocal unread_looks
             left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
             if unread_looks < UNREAD_LOOKS and any(map(self._messages.is_unread, left & self._told.keys())):
-                unread_looks, heard_looks = unread_looks + 1, 0
+                unread_looks, self._heard_looks = unread_looks + 1, 0
             else:
-                heard_looks += 1
+                self._heard_looks += 1
             keeping.update(self._in_stage(hang.KEEPING, hang.PAUSING))
             keeping.update(self._stayed - self._in_stage())
-            may_answer = heard_looks < HEARD_LOOKS and not left.isdisjoint(self._told)
+            may_answer = self._heard_looks < HEARD_LOOKS and not left.isdisjoint(self._told)
             return time.monotonic() < until and (may_answer or not keeping.isdisjoint(left))
 
         return is_kept
