@@ -32,6 +32,7 @@ def train(clock: Clock, steps_s: "list[float | str]", folder: Path, *others: tup
     """Steps of 64 samples that take so long, and pauses of an hour."""
     world: Any = SimpleNamespace(
         is_main=False,
+        kept=None,
         is_first_on_node=False,
         progress_file=None,
         device=torch.device("cpu"),

@@ -135,6 +135,7 @@ def world(group: Group, rank: int, *, expected: str, is_shared: bool) -> Any:
         world_size=group.size,
         is_first_on_node=True,
         is_main=rank == 0,
+        settle=lambda: None,
         device=torch.device("cpu"),
         expected_snapshot=expected,
         snapshot_is_shared=is_shared,
