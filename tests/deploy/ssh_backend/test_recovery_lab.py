@@ -187,7 +187,7 @@ def test_a_worker_that_is_killed(story: Callable[..., Story], unbroken: dict[int
     (pid,) = run.processes("node2", "slow.py:Task")
     os.kill(pid, signal.SIGKILL)
     log = run.end()
-    assert "rank 1 ended with killed by SIGKILL" in log
+    assert "rank 1 was killed by SIGKILL" in log
     run.lost_no_step(log, since=30)
     # Mostly 0.1; on a busy machine a round may fall apart while its members meet, and that is mended, too.
     now = run.status("node1")["attempt"].split(".")
