@@ -122,9 +122,11 @@ class Report:
         if step == self._total_steps:  # before the last snapshot, which needs memory of its own
             self._peak_memory_bytes = _peak_memory_bytes(self._world.device)
         if self._num_samples == 0:
-            self.first_step_s = _process_age_s() if self._world.kept is None else None
-            if self.first_step_s is not None:
-                self.say(f"first step {self.first_step_s:.2f} s after the start of the process")
+            if self._world.kept is not None:  # the process is as old as its first attempt
+                self.say(f"first step {now - self._started:.2f} s after all ranks were ready")
+            elif (age_s := _process_age_s()) is not None:
+                self.first_step_s = age_s
+                self.say(f"first step {age_s:.2f} s after the start of the process")
         self._step = step
         self._num_samples += num_samples
         self._progress_text = text = f"epoch {epoch} loss {loss:.4f}"
