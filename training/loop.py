@@ -28,7 +28,7 @@ from nodekit.training.reporting.waits import Waits
 from nodekit.training.snapshots.emergency import LastWholeStep, why_over
 from nodekit.training.snapshots.exchange import newest_of_all
 from nodekit.training.snapshots.files.manifest import Loaded
-from nodekit.training.snapshots.hostcopy import HostCopy, gather_for_others, holds_gathered
+from nodekit.training.snapshots.hostcopy import gather_for_others, holds_gathered, off_the_gpu
 from nodekit.training.snapshots.opening import open_snapshots
 from nodekit.training.snapshots.saver import Saver
 from nodekit.training.steps.guarded import GuardedUpdates, can_guard
@@ -123,7 +123,7 @@ class Loop:
         )
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        if self.world.backend == "nccl" and self.world.may_stay:
+        if self.world.aborts_nccl:
             # DDP sends the buffers in each forward pass. If that is cut off, it leaves garbage, and an index of garbage
             # ends CUDA in this process. Seeds and snapshots have made these equal.
             whole = [name for name, each in self.module.named_buffers() if not each.is_floating_point()]
@@ -143,9 +143,8 @@ class Loop:
             self.local_sgd.load(state.get("outer", {}))
 
     def _watch_updates(self, optimizer: torch.optim.Optimizer) -> LastWholeStep | GuardedUpdates:
-        world, scales = self.world, self.options.amp == "fp16"
-        if world.backend == "nccl" and world.may_stay and can_guard(optimizer, scales=scales):
-            return GuardedUpdates(self.module, optimizer, world.device)
+        if self.world.aborts_nccl and can_guard(optimizer, scales=self.options.amp == "fp16"):
+            return GuardedUpdates(self.module, optimizer, self.world.device)
         return LastWholeStep(self.module)
 
     def _make_reporting(self, folder: Path, best: Mapping[str, Any]) -> None:
@@ -449,7 +448,6 @@ class Loop:
             self._share_buffers()
             if self.local_sgd:
                 self.local_sgd.average_optimizer(self.engine.optimizer)
-            self.world.settle()
             if self.saver.writes:
                 self.saver.save(self._state(), step=self.step)
             else:
@@ -476,8 +474,7 @@ class Loop:
         state = {**self._state(), **self.last_whole_step.values, "step": step}
         if not self._has_all_of(state):
             return None
-        if self.world.device.type != "cpu":  # where there need not be room for another one
-            state = HostCopy(pins=False).take(state)
+        state = off_the_gpu(state, self.world.device)
         return Kept(
             state,
             (self.world.generation or 0, step),

@@ -177,7 +177,7 @@ class World:
     def __enter__(self) -> "World":
         """Set the device and join the process group; returns when all ranks are there."""
         self.stage("meeting the other ranks")
-        nccl.prepare(aborts=self.backend == "nccl" and self.may_stay)
+        nccl.prepare(aborts=self.aborts_nccl)
         if self.messages is not None:
             self.messages.when("lost", self.leave_others, is_default=True)
         if self.device.type != "cpu":
@@ -234,13 +234,18 @@ class World:
         """
         if self.backend == "gloo":
             connections.shut_down()
-        elif self.keeps_steps:
+        elif self.aborts_nccl:
             nccl.leave()
+
+    @property
+    def aborts_nccl(self) -> bool:
+        """Whether this rank, when it has lost another one, ends NCCL's collectives by itself."""
+        return self.backend == "nccl" and self.may_stay
 
     @property
     def keeps_steps(self) -> bool:
         """Whether a rank that has lost another one still has its last step, and can leave the collective it is in."""
-        return self.backend == "gloo" or (self.backend == "nccl" and self.may_stay)
+        return self.backend == "gloo" or self.aborts_nccl
 
     def settle(self) -> None:
         """Wait for the collectives on the GPU, where those that NCCL has aborted end like others; nothing with gloo.
@@ -248,7 +253,7 @@ class World:
         Raises:
             LostRank: what has come of them does not count.
         """
-        if self.backend == "nccl" and self.may_stay:
+        if self.aborts_nccl:
             torch.cuda.current_stream(self.device).synchronize()
             nccl.check()
 

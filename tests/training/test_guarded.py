@@ -117,6 +117,19 @@ def test_no_step_is_known_where_the_gpu_could_not_be_told(
     aborted.set()
 
 
+def test_no_step_is_known_where_no_thread_could_tell_the_gpu(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    trained.forward()
+    trained.update()
+    monkeypatch.setattr(guarded.threading, "Thread", refuse)
+    nccl.leave()
+    assert trained.updates.found() is None
+
+
 def test_what_fails_before_the_abort_does_not_keep_it_from_happening(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from nodekit.training.group import nccl
 from nodekit.training.group.connections import is_lost_rank
 from nodekit.training.process.kept import AttemptOver, Kept
 from nodekit.training.snapshots.files.fence import Fenced
-from nodekit.training.snapshots.hostcopy import HostCopy
+from nodekit.training.snapshots.hostcopy import off_the_gpu
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import KEEPING, PAUSING, World
 
@@ -205,9 +205,7 @@ class EmergencySave:
         self._world.stage(PAUSING, step=self._last.newest)
 
     def _kept(self, step: int) -> Kept:
-        state, attempt = self._state(), self._snapshots.attempt
-        if self._world.device.type != "cpu":  # where there need not be room for another one
-            state = HostCopy(pins=False).take(state)
+        state, attempt = off_the_gpu(self._state(), self._world.device), self._snapshots.attempt
         return Kept(
             state,
             (self._world.generation or 0, step),

@@ -135,6 +135,11 @@ class HostCopy:
         self._memory = memory
 
 
+def off_the_gpu(state: Any, device: torch.device) -> Any:
+    """A state that is kept while another model is made, which ``device`` need not have room for beside it."""
+    return state if device.type == "cpu" else HostCopy(pins=False).take(state)
+
+
 def _lock(memory: Any, gpu: torch.device) -> None:
     """Page-lock memory until nothing refers to it; if the system refuses, it stays as it is, which is only slower."""
     with torch.cuda.device(gpu):  # a thread begins with GPU 0, where it would take memory

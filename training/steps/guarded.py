@@ -113,8 +113,9 @@ class GuardedUpdates:
                 self._beside.synchronize()
             told.set()
 
+        was_known, self._is_known = self._is_known, False  # also if no thread can be started
         threading.Thread(target=tell, name="nodekit-leaves", daemon=True).start()
-        self._is_known = told.wait(_ABORT_ANYWAY_S) and self._is_known
+        self._is_known = told.wait(_ABORT_ANYWAY_S) and was_known
 
 
 class _Done:

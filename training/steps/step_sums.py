@@ -101,9 +101,8 @@ class StepSums:
         """Wait for all but the newest ``but``: the steps, each with its loss, and the sums of the numbers."""
         while len(self._started) > but:
             steps, sums = self._started[0].steps, self._started[0].settle()
-            self._started.pop(
-                0
-            )  # not before: of one that another rank's loss cuts off, `losses_until` may know more
+            # Not before: of one that the loss of another rank cuts off, `losses_until` may know more.
+            self._started.pop(0)
             step_s, *numbers = sums[len(steps) :]
             # The ranks' mean, so that all decide alike.
             self.is_late = self._may_be_late and step_s / self._world.world_size < LATE_BELOW_S
