@@ -7,10 +7,11 @@ Slurm's commands. What runs on the nodes is in slurm/allocation/allocation.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Sequence
 
-from nodekit.deploy.connect.channel import HostChannel
+from nodekit.deploy.connect.channel import ChannelLost, HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.launch import watch as leading
 from nodekit.deploy.launch.options import Options
@@ -27,7 +28,7 @@ from nodekit.inventory.schema import Inventory
 from nodekit.slurm import metrics
 from nodekit.slurm.cluster.accounts import usage
 from nodekit.slurm.cluster.jobs import Job, Slurm, Watched
-from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, login
+from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, login, reach_again, refuse_if_lost
 from nodekit.slurm.cluster.shared_folder import fetch_logs, forget_secrets, record_end, record_of
 from nodekit.slurm.submission.prepare import Ready, prepare
 
@@ -114,8 +115,9 @@ def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels:
 
 
 def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool) -> int:
+    inventory, say = restore(run.inventory), functools.partial(print, flush=True)
     with (
-        login(restore(run.inventory), options.ssh) as channel,
+        login(inventory, options.ssh) as channel,
         metrics.served(run, channel, options.metrics),
         sigterm_interrupts(),
     ):
@@ -126,20 +128,24 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
             line = ""
             looked_at = -LOOK_S
             while True:
-                shown.more()
-                if time.monotonic() - looked_at >= LOOK_S:
-                    is_over, looked_at = watched.look(), time.monotonic()
-                    if watched.line != line:
-                        line = watched.line
-                        print(f"job {job_id} {line}", flush=True)
-                    if is_over:
-                        break
+                try:
+                    shown.more()
+                    if time.monotonic() - looked_at >= LOOK_S:
+                        is_over, looked_at = watched.look(), time.monotonic()
+                        if watched.line != line:
+                            line = watched.line
+                            print(f"job {job_id} {line}", flush=True)
+                        if is_over:
+                            break
+                except ChannelLost as lost:
+                    reach_again(channel, lost, inventory, options.ssh, say=say)
                 time.sleep(POLL_S)
             while shown.more(final=True):
                 pass
         except KeyboardInterrupt as interrupt:
             if not cancels:
                 raise
+            refuse_if_lost(channel, run.run_id)
             run.say_stop(str(interrupt) or "Ctrl-C")
             print(f"cancelling job {job_id}", flush=True)
             is_over = _cancel(slurm, job_id)

@@ -6,6 +6,7 @@ A sweep is nothing but its runs: each has its record, and in it the sweep's id, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import time
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nodekit.deploy.connect.channel import HostChannel
+from nodekit.deploy.connect.channel import ChannelLost, HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import sigterm_interrupts
@@ -27,7 +28,7 @@ from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import run as runner
 from nodekit.slurm.cluster.jobs import Job, Slurm, Unanswered, indexes
-from nodekit.slurm.cluster.login import login, read, settings_of
+from nodekit.slurm.cluster.login import login, reach_again, read, refuse_if_lost, settings_of
 from nodekit.slurm.cluster.shared_folder import node_statuses, record_end, record_of
 from nodekit.slurm.submission.prepare import dry_run, prepare
 
@@ -201,13 +202,18 @@ def _record_ends(channel: HostChannel, members: Sequence[Run], jobs: dict[str, J
 
 def watch(members: list[Run], options: Options) -> int:
     """Tell how each run of a sweep goes until all are over, and show them; Ctrl-C cancels them. The exit status."""
-    with login(restore(members[0].inventory), options.ssh) as channel, sigterm_interrupts():
+    inventory, say = restore(members[0].inventory), functools.partial(print, flush=True)
+    with login(inventory, options.ssh) as channel, sigterm_interrupts():
         told: dict[str, str] = {}
         is_silent = False
         try:
             while live := _live(members):
                 try:
                     jobs = _jobs(Slurm(channel), live)
+                    _record_ends(channel, live, jobs)
+                except ChannelLost as lost:
+                    reach_again(channel, lost, inventory, options.ssh, say=say)
+                    continue
                 except Unanswered as error:  # their jobs run on
                     if not is_silent:
                         print(f"all go on, as far as is known: Slurm does not answer ({error})", flush=True)
@@ -215,7 +221,6 @@ def watch(members: list[Run], options: Options) -> int:
                     time.sleep(LOOK_S)
                     continue
                 is_silent = False
-                _record_ends(channel, live, jobs)
                 for run in live:
                     line = (
                         jobs[run.run_id].line() if run.state in runs.LIVE else f"{run.state}: {run.verdict}"
@@ -226,6 +231,7 @@ def watch(members: list[Run], options: Options) -> int:
                 if _live(live):
                     time.sleep(LOOK_S)
         except KeyboardInterrupt as interrupt:
+            refuse_if_lost(channel, members[0].sweep)
             _stop(channel, members, str(interrupt) or "Ctrl-C")
             return runs.STOPPED_EXIT
         print(f"\n{_table(channel, members)}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from nodekit.deploy.connect.channel import HostChannel
+from nodekit.deploy.connect.channel import ChannelLost, HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
@@ -19,7 +21,7 @@ from nodekit.inventory.load import restore
 from nodekit.slurm import metrics
 from nodekit.slurm import run as runner
 from nodekit.slurm.cluster.jobs import Job, Slurm, Watched
-from nodekit.slurm.cluster.login import login
+from nodekit.slurm.cluster.login import login, reach_again
 from nodekit.slurm.cluster.shared_folder import SharedFolder
 
 TICK_S = 0.1
@@ -49,14 +51,26 @@ def watch(
     watched = ViewModel(run.run_id, [])
     leaves = "leave this view; the job goes on"
     doing = Doing(leaves=leaves, interrupts="cancel the job" if cancels else leaves)
+    inventory = restore(run.inventory)
     with (
-        login(restore(run.inventory), options) as channel,
+        login(inventory, options) as channel,
         metrics.served(run, channel, metrics_at),
         FullScreen(watched, doing) as view,
         sigterm_interrupts(),
     ):
         try:
-            job = _follow(run, channel, watched, view)
+            job = _follow(
+                run,
+                channel,
+                watched,
+                view,
+                functools.partial(
+                    reach_again,
+                    inventory=inventory,
+                    options=options,
+                    say=lambda text: watched.say(text, time.time()),
+                ),
+            )
         except Left:
             return _goes_on(run, view)
         except KeyboardInterrupt as interrupt:
@@ -88,32 +102,50 @@ def _print(run: Run, options: SshOptions) -> int:
     return runner.watch(run, as_up, tail_bytes=ATTACH_TAIL_BYTES, cancels=False)
 
 
-def _follow(run: Run, channel: HostChannel, watched: ViewModel, view: FullScreen) -> Job:
-    """Until the job is over; how it is then."""
+def _follow(
+    run: Run,
+    channel: HostChannel,
+    watched: ViewModel,
+    view: FullScreen,
+    reach_again: Callable[..., None],
+) -> Job:
+    """Until the job is over; how it is then. `reach_again` is that of slurm/cluster/login.py for this channel."""
     source = SharedFolder(run, channel)
     job = Watched(Slurm(channel), run.slurm["job_id"])
     looked_at, asked_at = -LOOK_S, -LOOK_AT_JOB_S
     statuses: dict[str, NodeStatus] = {}
+
+    def wait(seconds: float) -> None:
+        """Meanwhile it is drawn, and hears keys."""
+        until = time.monotonic() + seconds
+        while True:
+            view.see(statuses)
+            view.keys()
+            if time.monotonic() >= until:
+                return
+            time.sleep(TICK_S)
+
     while True:
-        if (now := time.monotonic()) - looked_at >= LOOK_S:
-            looked_at = now
-            for event in source.events():
-                watched.event(event)
-            statuses, lines = source.statuses()
-            for node, rank, line in source.logs():
-                watched.log(node, rank, [line])
-            if not statuses:  # it starts: what it does until its nodes tell
-                for line in source.said:
-                    watched.say(line, time.time())
-            watched.lines(lines)
-        if now - asked_at >= LOOK_AT_JOB_S:
-            asked_at = now
-            is_over = job.look()
-            watched.queued = f"job {run.slurm['job_id']} {job.line}"
-            if is_over:
+        try:
+            if (now := time.monotonic()) - looked_at >= LOOK_S:
+                looked_at = now
                 for event in source.events():
                     watched.event(event)
-                return job.job
-        view.see(statuses)
-        view.keys()
-        time.sleep(TICK_S)
+                statuses, lines = source.statuses()
+                for node, rank, line in source.logs():
+                    watched.log(node, rank, [line])
+                if not statuses:  # it starts: what it does until its nodes tell
+                    for line in source.said:
+                        watched.say(line, time.time())
+                watched.lines(lines)
+            if now - asked_at >= LOOK_AT_JOB_S:
+                asked_at = now
+                is_over = job.look()
+                watched.queued = f"job {run.slurm['job_id']} {job.line}"
+                if is_over:
+                    for event in source.events():
+                        watched.event(event)
+                    return job.job
+        except ChannelLost as lost:
+            reach_again(channel, lost, wait=wait)
+        wait(TICK_S)

@@ -139,21 +139,28 @@ class HostChannel:
         self._write_lock = threading.Lock()
         self._begin(process)
 
-    def switch(self, python: str) -> None:
-        """Go on with another interpreter of the host, over the same connection, while no call is under way.
+    def switch(self, python: str, connection: SshConnection | None = None) -> None:
+        """Go on with another interpreter of the host, while no call is under way.
+
+        Args:
+            python: it.
+            connection: another one, in place of that which is lost; None for the same.
 
         Raises:
             HostError: it does not run.
         """
-        before, argv = self._process, [python, "-c", BOOT]
+        process, before = self._process, self.connection
+        self.connection = connection or before
         try:
-            self._begin(cast(Process, self.connection.exec(argv)) if self.connection else LocalProcess(argv))
+            self._begin(_python(self.host, python, self.connection))
         finally:
-            before.close()
+            process.close()
+            if before is not None and before is not self.connection:
+                before.close()
 
     def _begin(self, process: Process) -> None:
         """Have a process, which waits for its program, answer the calls."""
-        self._process = process
+        self._process, self._lost = process, None
         self._ready: queue.Queue[dict[str, Any]] = queue.Queue()
         program = _program()
         try:
@@ -256,18 +263,24 @@ def _no_python(last_words: str) -> Problem:
     )
 
 
-def open_local(host: str, python: str) -> HostChannel:
-    """A channel to this machine."""
-    argv = [str(Path(python).expanduser()), "-c", BOOT]
+def _python(host: str, python: str, connection: SshConnection | None) -> Process:
+    """It waits for its program, on this machine where there is no connection."""
+    if connection is not None:
+        return cast(Process, connection.exec([python, "-c", BOOT]))
     try:
-        return HostChannel(host, LocalProcess(argv))
+        return LocalProcess([str(Path(python).expanduser()), "-c", BOOT])
     except OSError as error:
         raise HostError(host, *_no_python(str(error))) from error
 
 
+def open_local(host: str, python: str) -> HostChannel:
+    """A channel to this machine."""
+    return HostChannel(host, _python(host, python, None))
+
+
 def open_ssh(connection: SshConnection, host: str, python: str) -> HostChannel:
     """A channel over an SSH connection."""
-    return HostChannel(host, cast(Process, connection.exec([python, "-c", BOOT])), connection)
+    return HostChannel(host, _python(host, python, connection), connection)
 
 
 def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | Exception]:

@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nodekit.deploy.connect import sshconfig
 from nodekit.deploy.connect.channel import HostChannel, all_or_raise, on_all, open_local, open_ssh
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host
+
+if TYPE_CHECKING:
+    from nodekit.deploy.connect.ssh import SshConnection
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -47,9 +51,28 @@ def open_channel(host: Host, options: SshOptions, *, timeout_s: float = CONNECT_
         return options.open(host)
     if host.connection == "local":
         return open_local(host.name, host.python)
+    connection = _connect(host, options, timeout_s=timeout_s)
+    try:
+        return open_ssh(connection, host.name, host.python)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def reopen(channel: HostChannel, host: Host, options: SshOptions) -> None:
+    """Log in anew where a channel is lost; whoever has it goes on with it.
+
+    Raises:
+        HostError: as of `open_channel`; it may be tried again.
+    """
+    is_local = host.connection == "local"
+    channel.switch(host.python, None if is_local else _connect(host, options, timeout_s=CONNECT_TIMEOUT_S))
+
+
+def _connect(host: Host, options: SshOptions, *, timeout_s: float) -> SshConnection:
     from nodekit.deploy.connect import ssh  # paramiko is slow to import, and a local run does without
 
-    connection = ssh.connect(
+    return ssh.connect(
         ssh.SshTarget(
             name=host.name,
             address=host.address,
@@ -63,11 +86,6 @@ def open_channel(host: Host, options: SshOptions, *, timeout_s: float = CONNECT_
         ask_passphrase=options.ask_passphrase,
         notice=options.notice,
     )
-    try:
-        return open_ssh(connection, host.name, host.python)
-    except BaseException:
-        connection.close()
-        raise
 
 
 def login_argv(host: Host, *, accept_new_host_keys: bool) -> list[str]:

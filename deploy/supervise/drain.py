@@ -138,10 +138,15 @@ class Drained:
 
 
 class SlowNodes:
-    """Drains nodes that make the others wait (`job.on_slow`), where their hosts are the reason; asked once for each."""
+    """Drains nodes that make the others wait (`job.on_slow`), where their hosts are the reason; once each.
+
+    One that the user has taken back stays. What cannot be drained is asked for again: others may come back.
+    """
 
     def __init__(self) -> None:
-        self._asked: set[str] = set()
+        self._left: set[str] = set()
+        self._told: dict[str, str] = {}
+        """Node → why it could not leave, as it was told."""
 
     def drain(
         self, run: Run, rules: Rules, statuses: Mapping[str, NodeStatus], *, absent: Collection[str]
@@ -149,10 +154,13 @@ class SlowNodes:
         """Do so, by what the nodes say; what to say of it. A disk that is full, or fails, is tried again."""
         for status in statuses.values():
             slow = status.get("slow") if status["alive"] and status.get("state") == "running" else None
-            if not slow or not slow["of_host"] or slow["node"] in (*rules.drained, *self._asked):
+            if not slow or not slow["of_host"] or slow["node"] in (*rules.drained, *self._left):
                 continue
             node = slow["node"]
             with contextlib.suppress(KitError):
                 text = ask(run, rules, node, undo=False, absent=absent)
-                self._asked.add(node)
-                yield f"{node} makes the others wait: {text}"
+                if node in run.drained:
+                    self._left.add(node)
+                if self._told.get(node) != text:
+                    self._told[node] = text
+                    yield f"{node} makes the others wait: {text}"

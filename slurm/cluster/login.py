@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.channel import HostChannel
+from nodekit.deploy.connect.channel import ChannelLost, HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory, SlurmSettings
 
 LOGIN = "login"
 LOGIN_TIMEOUT_S = 60.0
+RETRY_S = 5.0
 
 
 @contextlib.contextmanager
@@ -23,6 +25,54 @@ def login(inventory: Inventory, options: SshOptions) -> Iterator[HostChannel]:
     """A channel to the login node."""
     with cluster.channels([host_of(inventory)], options) as channels:
         yield channels[LOGIN]
+
+
+def reach_again(
+    channel: HostChannel,
+    lost: ChannelLost,
+    inventory: Inventory,
+    options: SshOptions,
+    *,
+    say: Callable[[str], None],
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Log in anew, however long that takes: the job, which goes on, is to be watched again.
+
+    Args:
+        channel: to the login node; whoever has it goes on with it.
+        lost: how its connection was.
+        inventory: the job's.
+        options: how to reach the login node.
+        say: takes a line for the user; each reason once.
+        wait: until it is tried again, so many seconds.
+    """
+    channel.close()  # one that is merely silent is lost, too
+    why = str(lost)
+    say(f"{why}; the job goes on, and the login node is tried every {RETRY_S:.0f} s")
+    while True:
+        try:
+            cluster.reopen(channel, host_of(inventory), options)
+        except HostError as error:
+            if str(error) != why:
+                why = str(error)
+                say(why)
+            wait(RETRY_S)
+        else:
+            say(f"{channel.host}: reached again")
+            return
+
+
+def refuse_if_lost(channel: HostChannel, run_id: str) -> None:
+    """Say that nothing can be cancelled while the login node is out of reach.
+
+    Raises:
+        KitError: it is.
+    """
+    if channel.is_lost:
+        raise KitError(
+            f"{run_id} goes on: the login node cannot be reached to cancel it",
+            cure=f"kit down {run_id} cancels it when it can be reached; kit watch {run_id} shows it",
+        )
 
 
 def host_of(inventory: Inventory) -> Host:

@@ -258,6 +258,12 @@ def test_stopped_and_taken_up_again_through_a_login_node(
     run.begin()
     run.wait_for("attached to", 2)
     run.wait_more(1)
+    for pid, argv in site.lab.processes("node2").items():  # a laptop that slept, say
+        if argv[0].startswith("sshd: root"):
+            os.kill(pid, signal.SIGKILL)
+    run.wait_for("login: reached again")
+    assert "; the job goes on, and the login node is tried every 5 s" in run.said()
+    run.wait_more(1)
     assert run.interrupt() == 130, run.said()
     assert run.job()["JobState"] == "CANCELLED"
     assert f"{run.run_id} is stopped" in run.said()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from typing import Any
@@ -11,13 +12,17 @@ from typing import Any
 import pytest
 
 from nodekit.deploy.commands import cli
+from nodekit.deploy.connect.channel import ChannelLost
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen.screen import lines
 from nodekit.deploy.screen.view_model import ViewModel
-from nodekit.inventory.load import dump, load_inventory
+from nodekit.inventory.errors import HostError
+from nodekit.inventory.load import dump, load_inventory, restore
+from nodekit.inventory.schema import Host
 from nodekit.slurm import run as runner
 from nodekit.slurm import watch as live
+from nodekit.slurm.cluster import login
 from nodekit.slurm.cluster.jobs import Job
 
 
@@ -30,6 +35,9 @@ class Folder:
     def __init__(self, record: dict[str, Any], events: list[dict[str, Any]]) -> None:
         self.files = {"run.json": record, "result.json": {"exit": 3, "attempt": "7.0"}}
         self.events = [("1", number, json.dumps(each) + "\n") for number, each in enumerate(events, start=1)]
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
     def call(self, op: str, **args: Any) -> Any:
         match op:
@@ -199,8 +207,46 @@ def test_while_a_job_starts_its_live_view_shows_what_the_leader_does(
     watched = ViewModel(run.run_id, [])
     title = lines(dataclasses.replace(watched.model(0.0), state="job 7 running"), 100, None)[0].plain
     assert "0 of 0" not in title
-    follow(run, channel, watched, NoScreen())
+    follow(run, channel, watched, NoScreen(), None)
     assert [text for _, text in watched.sentences] == ["connect  1 host  (0.3 s)", "check    torch"]
+
+
+def test_a_live_view_outlives_its_connection_to_the_login_node(
+    follow: Any, folder: tuple[Run, Folder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, channel = folder
+    pressed: list[str] = []
+    tries = iter((HostError("login", "no route to host"), HostError("login", "no route to host"), None))
+
+    class Keys(NoScreen):
+        def keys(self) -> None:
+            pressed.append("nothing")
+
+    def reopen(again: object, host: Host, _: SshOptions) -> None:
+        assert again is channel
+        assert host.name == "login"
+        if (failed := next(tries)) is not None:
+            raise failed
+        del channel.call
+
+    def lost(*_: object, **__: object) -> None:
+        raise ChannelLost("login", "it ended without a word")
+
+    channel.call = lost  # type: ignore[method-assign]
+    monkeypatch.setattr(login.cluster, "reopen", reopen)
+    monkeypatch.setattr(login, "RETRY_S", 0.05)
+    monkeypatch.setattr(live.Slurm, "job", lambda *_: Job(state="COMPLETED"))
+    said: list[str] = []
+    again = functools.partial(
+        login.reach_again, inventory=restore(run.inventory), options=SshOptions(), say=said.append
+    )
+    follow(run, channel, ViewModel(run.run_id, []), Keys(), again)
+    assert said == [
+        "login: it ended without a word; the job goes on, and the login node is tried every 0 s",
+        "login: no route to host",
+        "login: reached again",
+    ]
+    assert len(pressed) > 2, "a key is heard while the login node is away"
 
 
 @pytest.mark.parametrize("option", ["--force", "--lost"])

@@ -139,6 +139,10 @@ def test_a_node_that_makes_the_others_wait_is_drained_once_where_its_host_is_the
     (text,) = said("b")
     assert text.startswith("b makes the others wait: b stays: the job needs at least 2 nodes")
     assert said("b") == [], "it is said once"
+    rules = dataclasses.replace(rules, nodes=[*RULES.nodes, "d"])  # another one has come
+    (text,) = said("b")
+    assert text.startswith("b makes the others wait: b leaves the job")
+    assert run.drained == {"b", "c"}
     ask(run, RULES, "c", undo=True)
     rules = RULES
     assert said("c") == [], "the user wants it in"
