@@ -40,14 +40,10 @@ class _Maker(warm_python._Maker):
         return {**self._env, **own}
 
     def load(self, preload: Iterable[str]) -> None:
-        forget = forkserver._forget_the_agent
+        def forget_nothing(*, but: str) -> None:
+            """All of kit is there."""
 
-        def forget_all_but_kit() -> None:
-            kept = {name: module for name, module in sys.modules.items() if name.startswith("nodekit")}
-            forget()
-            sys.modules.update(kept)
-
-        forkserver._forget_the_agent = forget_all_but_kit
+        forkserver._forget_ours = forget_nothing
         super().load(preload)
 
 

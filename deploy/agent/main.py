@@ -31,9 +31,13 @@ PRELOAD = (
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
     "numpy",
+    "nodekit.training.options.arguments",
+    "nodekit.training.rank",
+    "nodekit.training.attempts.reform",
     "nodekit.training.loop",
     "nodekit.training.engines.ddp",
     "nodekit.training.tasks.digits",
+    "nodekit.training.reporting.node_lines",
 )
 EXIT_UNFIT, EXIT_STOPPED = 4, 143
 

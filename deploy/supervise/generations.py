@@ -92,7 +92,9 @@ def _why_broken(turn: Turn) -> str | None:
     )
     state = turn.state
     if state.broken_since is not None:
-        if turn.now - state.broken_since < (BROKEN_S if host_ended or orphans else NO_QUORUM_S):
+        all_know = len(orphans) == len(own) and not host.reachable
+        patience_s = 0.0 if all_know else BROKEN_S if host_ended or orphans else NO_QUORUM_S
+        if turn.now - state.broken_since < patience_s:
             return None
         if host_ended or (orphans and not host.reachable):
             how = "drained" if state.host in turn.rules.drained else "lost"

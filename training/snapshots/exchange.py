@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,23 @@ from nodekit.training.snapshots.snapshot import Snapshots, log
 from nodekit.training.world import World
 
 _CHUNK_BYTES = 32 << 20
+
+
+class _Said(NamedTuple):
+    """What each rank tells the others first: all that can be told at once, since the training waits meanwhile."""
+
+    fence: int | None
+    """Of its folder; None if it cannot be read."""
+    problem: str
+    """Why not."""
+    expected: str
+    """The snapshot that there must be, by what its node's agent knows."""
+    made: Made | None
+    """What it has kept in memory."""
+    on_disk: tuple[int, int] | None
+    """(generation, step) of the newest snapshot in its folder."""
+    attempt: str
+    """A number drawn at random, of which rank 0's counts."""
 
 
 def newest_of_all(
@@ -55,20 +72,34 @@ def newest_of_all(
         NoneLoads: on all ranks, if none can be loaded, and there are some, or a folder or fence cannot be read.
         NewerKit: on all ranks, if a newer nodekit wrote the newest one.
     """
-    fence = _newest_fence(snapshots, world)
+    kept = world.kept if world.kept and world.kept.is_held else None
+    said = world.gather(_say(snapshots, world, kept))
+    fence = _newest_fence(said)
     if snapshots.generation is not None and snapshots.generation < fence:
         raise Fenced(snapshots.generation, fence, f"the snapshot folder of a node ({snapshots.folder})")
-    kept = world.kept if world.kept and world.kept.is_held else None
-    said = world.gather((world.expected_snapshot, kept.made if kept else None, secrets.token_hex(8)))
-    snapshots.attempt = said[0][2]
-    made = [each for _, each, _ in said]
-    if any(made) and (loaded := _from_memory(snapshots, world, kept, made)):
+    snapshots.attempt = said[0].attempt
+    source = source_of_all([each.made for each in said], [each.on_disk for each in said])
+    if source is not None and (loaded := _from_memory(world, kept, [each.made for each in said], source)):
         return loaded
     writes = world.is_first_on_node if writes is None else writes
     is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
     return _from_disks(
-        snapshots, world, max(text for text, *_ in said), fence, writes=writes, is_mapped=is_mapped
+        snapshots, world, max(each.expected for each in said), fence, writes=writes, is_mapped=is_mapped
     )
+
+
+def _say(snapshots: Snapshots, world: World, kept: Kept | None) -> _Said:
+    fence, problem, on_disk = None, "", None
+    try:
+        fence = retried(Fence(snapshots.folder).read)
+    except OSError as error:
+        problem = f"the fence in {snapshots.folder} cannot be read: {error}"
+        log.warning(problem)
+    if world.is_first_on_node:
+        with suppress(OSError):  # at worst, a step is done again
+            on_disk = snapshots.newest_age()
+    made = kept.made if kept else None
+    return _Said(fence, problem, world.expected_snapshot, made, on_disk, secrets.token_hex(8))
 
 
 def _from_disks(
@@ -104,23 +135,16 @@ def _from_disks(
             loaded = _everywhere(
                 snapshots, world, own, manifest, source=-negative_rank, writes=writes, is_mapped=is_mapped
             )
-            loaded = loaded and _alike(world, loaded, -negative_rank)
+            loaded = loaded and _alike(
+                loaded, _values_of(world, loaded.state, -negative_rank)[0], -negative_rank
+            )
         if loaded:
             return loaded
         lost[manifest.payload] = f"{manifest.name}: {why}"
 
 
-def _from_memory(
-    snapshots: Snapshots, world: World, kept: Kept | None, made: Sequence[Made | None]
-) -> Loaded | None:
-    """The newest state that ranks have kept, on every rank; None on every rank if a snapshot is newer."""
-    here = None
-    if world.is_first_on_node:
-        with suppress(OSError):  # at worst, a step is done again
-            here = snapshots.newest_age()
-    source = source_of_all(made, world.gather(here))
-    if source is None:
-        return None
+def _from_memory(world: World, kept: Kept | None, made: Sequence[Made | None], source: int) -> Loaded | None:
+    """What rank ``source`` has kept, on every rank; None on every rank if one has not received it."""
     newest = made[source]
     assert newest is not None
     manifest = Manifest(
@@ -132,39 +156,43 @@ def _from_memory(
         saved_at="",
     )
     state = kept.state if kept and kept.made == newest else None
-    if set(made) != {newest}:
-        data, payload = io.BytesIO(), None
-        if world.rank == source:
-            payload = save_payload(state, data)
-        size_bytes, sha256 = world.gather((payload.size_bytes, payload.sha256) if payload else (0, ""))[
-            source
-        ]
+    is_sent, data, payload = set(made) != {newest}, io.BytesIO(), None
+    if is_sent and world.rank == source:
+        payload = save_payload(state, data)
+    own = (payload.size_bytes, payload.sha256) if payload else (0, "")
+    values, size_bytes, sha256 = _values_of(world, state, source, *own)
+    if is_sent:
         is_received = state is None
         _send(world, size_bytes, source, partial(_copy_into, data), data.write if is_received else None)
         if is_received and hashlib.sha256(data.getbuffer()).hexdigest() == sha256:
             data.seek(0)
             state = load_payload(data)
-    if not all(world.gather(state is not None)):
-        return None
-    return _alike(world, Loaded(state, manifest, f"what rank {source} has kept in memory"), source)
+        if not all(world.gather(state is not None)):
+            return None
+    return _alike(Loaded(state, manifest, f"what rank {source} has kept in memory"), values, source)
 
 
 class _Tensor:
     """Stands for one where only the other values are sent."""
 
 
-def _alike(world: World, loaded: Loaded, source: int) -> Loaded:
+def _values_of(world: World, state: Any, source: int, *also: Any) -> tuple[Any, ...]:
+    """Rank ``source``'s state without its tensors, and ``also``, on every rank."""
+    # Not gathered: a user may have the order of all samples in it, and every rank would get it from each of the others.
+    sent = [(_without_tensors(state), *also) if world.rank == source else ()]
+    dist.broadcast_object_list(sent, src=source)
+    world.settle()
+    return sent[0]
+
+
+def _alike(loaded: Loaded, values: Any, source: int) -> Loaded:
     """The state with rank ``source``'s values in place of this rank's, but for the tensors.
 
     States of one step have equal tensors. Their other values may differ: when a rank is lost at the end of an epoch,
     some have measured the model and have begun the next one, and some have not.
     """
-    # Not gathered: a user may have the order of all samples in it, and every rank would get it from each of the others.
-    sent = [_without_tensors(loaded.state) if world.rank == source else None]
-    dist.broadcast_object_list(sent, src=source)
-    world.settle()
     try:
-        return replace(loaded, state=_with_values(loaded.state, sent[0]))
+        return replace(loaded, state=_with_values(loaded.state, values))
     except LookupError:
         log.warning("rank %d's state has other tensors than this rank's, which goes on with its own", source)
         return loaded
@@ -212,23 +240,16 @@ def source_of_all(kept: Sequence[Made | None], on_disk: Sequence[tuple[int, int]
     return ages.index(newest)
 
 
-def _newest_fence(snapshots: Snapshots, world: World) -> int:
+def _newest_fence(said: Sequence[_Said]) -> int:
     """The highest fence of all nodes' folders that can be read.
 
     Raises:
         OSError: on all ranks, if none can be read: then it is unknown who may train.
     """
-    fence, problem = None, ""
-    try:
-        fence = retried(Fence(snapshots.folder).read)
-    except OSError as error:
-        problem = f"the fence in {snapshots.folder} cannot be read: {error}"
-        log.warning(problem)
-    gathered = world.gather((fence, problem))
-    fences = [fence for fence, _ in gathered if fence is not None]
+    fences = [each.fence for each in said if each.fence is not None]
     if not fences:
         raise OSError(
-            f"whether this generation may train is not known: {'; '.join(sorted({text for _, text in gathered}))}. "
+            f"whether this generation may train is not known: {'; '.join(sorted({each.problem for each in said}))}. "
             "Mend the disk or the file server and start again"
         )
     return max(fences)

@@ -331,6 +331,36 @@ ENDS = {
 }  # fmt: skip
 
 
+MARKING = """
+import nodekit.deploy.agent.quorum
+import nodekit.training.world
+nodekit.training.world.mark = "the server's"
+"""
+LOOKING = """
+import sys
+import nodekit, nodekit.training.world
+print("world:", getattr(nodekit.training.world, "mark", "imported anew"))
+print("agent:", "there" if "nodekit.deploy" in sys.modules or hasattr(nodekit, "deploy") else "forgotten")
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.slow
+def test_the_training_module_is_not_imported_again_unless_another_one_would_be(
+    driver: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "marking.py").write_text(MARKING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = driver(["marking"])
+    job, training = one.script(LOOKING), ("python", "-m", "nodekit.training")
+    found = one.run(job, (*training, "--task", "job.py:Task"))
+    assert found[0] == (7, "world: imported anew\nagent: forgotten\n")
+    assert found[1] == (7, "world: the server's\nagent: forgotten\n")
+    one.script("print('the user has a nodekit of their own')", "nodekit/training/__main__.py")
+    one.script("", "nodekit/training/__init__.py")
+    assert one.run(training)[0] == (0, "the user has a nodekit of their own\n")
+
+
 @pytest.mark.slow
 def test_workers_end_as_python_ends(driver: Drivers) -> None:
     found = []

@@ -548,6 +548,12 @@ def test_a_drained_host_of_the_rendezvous_is_followed_by_another_generation() ->
     assert "a" not in {action.node for action in done if isinstance(action, Start | Join)}
 
 
+def test_a_lost_host_is_fenced_at_once_when_all_who_are_left_know_it() -> None:
+    story = Story().all_run()
+    assert story.sees(0.1, a=lost(story.seen["a"]), **orphans("b", "c")) == []
+    assert Fence("b", 1) in story.sees(0.1, **orphans("d"))
+
+
 def test_a_node_that_the_job_needs_is_not_drained_before_another_is_there() -> None:
     story = Story(Rules(nodes=("a", "b"), min_nodes=2, max_nodes=2), nodes=("a", "b")).all_run(("a", "b"))
     assert drain(story, "b").all(60) == [Notice("b is not drained yet: 1 of at least 2 nodes are left")]
