@@ -144,8 +144,9 @@ class _Server:
         worker.die_with(None)  # from here on we see its end ourselves, and end also what workers started
         sys.stdout.flush()
         sys.stderr.flush()
+        # What imports have made is ours, and no rank's to take apart: torch has 170 of these, a rank's last 0.04 s.
         for each in weakref.finalize._registry.values():  # type: ignore[attr-defined]
-            each.atexit = False  # what imports have made is ours; torch has 170 of these, a rank's last 0.04 s
+            each.atexit = False
         gc.collect()
         gc.freeze()
         gc.enable()
