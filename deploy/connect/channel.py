@@ -160,14 +160,15 @@ class HostChannel:
 
     def _begin(self, process: Process) -> None:
         """Have a process, which waits for its program, answer the calls."""
-        self._process, self._lost = process, None
         self._ready: queue.Queue[dict[str, Any]] = queue.Queue()
         program = _program()
-        try:
-            process.stdin.write(b"%d\n" % len(program) + program)
-            process.stdin.flush()
-        except OSError:
-            pass  # it ended at once; the reader finds out, with its last words
+        with self._write_lock:  # a call of another thread comes after it
+            self._process, self._lost = process, None
+            try:
+                process.stdin.write(b"%d\n" % len(program) + program)
+                process.stdin.flush()
+            except OSError:
+                pass  # it ended at once; the reader finds out, with its last words
         threading.Thread(
             target=self._read, args=(process, self._ready), name=f"channel-{self.host}", daemon=True
         ).start()
