@@ -81,6 +81,10 @@ class HostError(KitError):
         return f"{self.host}: {self.problem}"
 
 
+class LoginRefused(HostError):
+    """The host answers, and takes no key of this user, or has another host key than is known: so it will again."""
+
+
 class NotWritten(KitError, OSError):
     """A run's record could not be written; it is as it was before."""
 

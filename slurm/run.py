@@ -28,7 +28,7 @@ from nodekit.inventory.schema import Inventory
 from nodekit.slurm import metrics
 from nodekit.slurm.cluster.accounts import usage
 from nodekit.slurm.cluster.jobs import Job, Slurm, Watched
-from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, login, reach_again, refuse_if_lost
+from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, LoginAgain, cancelling, login
 from nodekit.slurm.cluster.shared_folder import fetch_logs, forget_secrets, record_end, record_of
 from nodekit.slurm.submission.prepare import Ready, prepare
 
@@ -115,13 +115,14 @@ def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels:
 
 
 def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool) -> int:
-    inventory, say = restore(run.inventory), functools.partial(print, flush=True)
+    inventory = restore(run.inventory)
     with (
         login(inventory, options.ssh) as channel,
         metrics.served(run, channel, options.metrics),
         sigterm_interrupts(),
     ):
         slurm, job_id = Slurm(channel), run.slurm["job_id"]
+        login_again = LoginAgain(channel, inventory, options.ssh, functools.partial(print, flush=True))
         shown = _Shown(channel, run, tail_bytes, quiet=options.quiet)
         watched = Watched(slurm, job_id)
         try:
@@ -138,17 +139,16 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
                         if is_over:
                             break
                 except ChannelLost as lost:
-                    reach_again(channel, lost, inventory, options.ssh, say=say)
+                    login_again(lost)
                 time.sleep(POLL_S)
             while shown.more(final=True):
                 pass
         except KeyboardInterrupt as interrupt:
             if not cancels:
                 raise
-            refuse_if_lost(channel, run.run_id)
-            run.say_stop(str(interrupt) or "Ctrl-C")
-            print(f"cancelling job {job_id}", flush=True)
-            is_over = _cancel(slurm, job_id)
+            with cancelling(run.run_id, [run], str(interrupt) or "Ctrl-C"):
+                print(f"cancelling job {job_id}", flush=True)
+                is_over = _cancel(slurm, job_id)
             while shown.more(final=True):
                 pass
             if is_over:
@@ -268,8 +268,9 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
             print(f"{run.run_id} is not running ({run.state})")
             bring_logs(run, channel, is_asked=fetch)
             return 0
-        run.say_stop(by)
-        if not _cancel(slurm, job_id):
+        with cancelling(run.run_id, [run], by):
+            is_over = _cancel(slurm, job_id)
+        if not is_over:
             raise KitError(
                 f"job {job_id} is still there {STOP_S:.0f} s after scancel", cure=f"see squeue --job {job_id}"
             )

@@ -28,7 +28,7 @@ from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import run as runner
 from nodekit.slurm.cluster.jobs import Job, Slurm, Unanswered, indexes
-from nodekit.slurm.cluster.login import login, reach_again, read, refuse_if_lost, settings_of
+from nodekit.slurm.cluster.login import LoginAgain, cancelling, login, read, settings_of
 from nodekit.slurm.cluster.shared_folder import node_statuses, record_end, record_of
 from nodekit.slurm.submission.prepare import dry_run, prepare
 
@@ -202,9 +202,10 @@ def _record_ends(channel: HostChannel, members: Sequence[Run], jobs: dict[str, J
 
 def watch(members: list[Run], options: Options) -> int:
     """Tell how each run of a sweep goes until all are over, and show them; Ctrl-C cancels them. The exit status."""
-    inventory, say = restore(members[0].inventory), functools.partial(print, flush=True)
+    inventory = restore(members[0].inventory)
     with login(inventory, options.ssh) as channel, sigterm_interrupts():
-        told: dict[str, str] = {}
+        login_again = LoginAgain(channel, inventory, options.ssh, functools.partial(print, flush=True))
+        watched, told = _live(members), dict[str, str]()
         is_silent = False
         try:
             while live := _live(members):
@@ -212,7 +213,7 @@ def watch(members: list[Run], options: Options) -> int:
                     jobs = _jobs(Slurm(channel), live)
                     _record_ends(channel, live, jobs)
                 except ChannelLost as lost:
-                    reach_again(channel, lost, inventory, options.ssh, say=say)
+                    login_again(lost)
                     continue
                 except Unanswered as error:  # their jobs run on
                     if not is_silent:
@@ -221,7 +222,7 @@ def watch(members: list[Run], options: Options) -> int:
                     time.sleep(LOOK_S)
                     continue
                 is_silent = False
-                for run in live:
+                for run in watched:  # also those whose end was written down just before a connection broke
                     line = (
                         jobs[run.run_id].line() if run.state in runs.LIVE else f"{run.state}: {run.verdict}"
                     )
@@ -231,7 +232,6 @@ def watch(members: list[Run], options: Options) -> int:
                 if _live(live):
                     time.sleep(LOOK_S)
         except KeyboardInterrupt as interrupt:
-            refuse_if_lost(channel, members[0].sweep)
             _stop(channel, members, str(interrupt) or "Ctrl-C")
             return runs.STOPPED_EXIT
         print(f"\n{_table(channel, members)}")
@@ -254,23 +254,22 @@ def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int
 def _stop(channel: HostChannel, members: list[Run], by: str) -> None:
     live = _live(members)
     slurm, sweep_id = Slurm(channel), members[0].sweep
-    for run in live:
-        run.say_stop(by)
-    print(f"cancelling {sweep_id}, {count(len(live), 'run')}", flush=True)
-    to_cancel = set(_arrays(live))
-    deadline = time.monotonic() + runner.STOP_S
-    while True:
-        to_cancel = {job_id for job_id in to_cancel if not slurm.cancel(job_id)}
-        with contextlib.suppress(Unanswered):
-            jobs = _jobs(slurm, live)
-            if all(job.is_over for job in jobs.values()):
-                break
-        if time.monotonic() > deadline:
-            raise KitError(
-                f"{sweep_id} is still there {runner.STOP_S:.0f} s after scancel",
-                cure=f"see squeue --job {','.join(_arrays(live))}",
-            )
-        time.sleep(runner.POLL_S)
+    with cancelling(sweep_id, live, by):
+        print(f"cancelling {sweep_id}, {count(len(live), 'run')}", flush=True)
+        to_cancel = set(_arrays(live))
+        deadline = time.monotonic() + runner.STOP_S
+        while True:
+            to_cancel = {job_id for job_id in to_cancel if not slurm.cancel(job_id)}
+            with contextlib.suppress(Unanswered):
+                jobs = _jobs(slurm, live)
+                if all(job.is_over for job in jobs.values()):
+                    break
+            if time.monotonic() > deadline:
+                raise KitError(
+                    f"{sweep_id} is still there {runner.STOP_S:.0f} s after scancel",
+                    cure=f"see squeue --job {','.join(_arrays(live))}",
+                )
+            time.sleep(runner.POLL_S)
     _record_ends(channel, live, jobs)
     print(f"{sweep_id} is stopped", flush=True)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from nodekit.deploy.connect.channel import ChannelLost, HostChannel
@@ -17,11 +15,12 @@ from nodekit.deploy.records.runs import STOPPED_EXIT, Run
 from nodekit.deploy.screen.view import Doing, FullScreen, fits_screen
 from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.supervise.observer import Left, StopAsked
+from nodekit.inventory.errors import HostError
 from nodekit.inventory.load import restore
 from nodekit.slurm import metrics
 from nodekit.slurm import run as runner
 from nodekit.slurm.cluster.jobs import Job, Slurm, Watched
-from nodekit.slurm.cluster.login import login, reach_again
+from nodekit.slurm.cluster.login import LoginAgain, login, still_on
 from nodekit.slurm.cluster.shared_folder import SharedFolder
 
 TICK_S = 0.1
@@ -59,18 +58,8 @@ def watch(
         sigterm_interrupts(),
     ):
         try:
-            job = _follow(
-                run,
-                channel,
-                watched,
-                view,
-                functools.partial(
-                    reach_again,
-                    inventory=inventory,
-                    options=options,
-                    say=lambda text: watched.say(text, time.time()),
-                ),
-            )
+            again = LoginAgain(channel, inventory, options, lambda text: watched.say(text, time.time()))
+            job = _follow(run, channel, watched, view, again)
         except Left:
             return _goes_on(run, view)
         except KeyboardInterrupt as interrupt:
@@ -92,7 +81,10 @@ def _goes_on(run: Run, view: FullScreen) -> int:
 def _cancel(run: Run, options: SshOptions, view: FullScreen, by: str) -> int:
     view.close()
     print(f"cancelling job {run.slurm['job_id']}", flush=True)
-    runner.down(run, options, by=by)
+    try:
+        runner.down(run, options, by=by)
+    except HostError as error:
+        raise still_on(run.run_id, error) from error
     return STOPPED_EXIT
 
 
@@ -107,9 +99,9 @@ def _follow(
     channel: HostChannel,
     watched: ViewModel,
     view: FullScreen,
-    reach_again: Callable[..., None],
+    login_again: LoginAgain,
 ) -> Job:
-    """Until the job is over; how it is then. `reach_again` is that of slurm/cluster/login.py for this channel."""
+    """Until the job is over; how it is then."""
     source = SharedFolder(run, channel)
     job = Watched(Slurm(channel), run.slurm["job_id"])
     looked_at, asked_at = -LOOK_S, -LOOK_AT_JOB_S
@@ -147,5 +139,5 @@ def _follow(
                         watched.event(event)
                     return job.job
         except ChannelLost as lost:
-            reach_again(channel, lost, wait=wait)
+            login_again(lost, wait)
         wait(TICK_S)

@@ -192,10 +192,12 @@ class HostChannel:
                     waiter.put(message)
         except (OSError, ValueError, EOFError):
             pass  # told below, as any other end
-        if process is not self._process:
-            return  # another has taken its place
-        self._lost = process.stderr_tail().strip() or "it ended without a word"
-        ready.put({"lost": self._lost})
+        said = process.stderr_tail().strip() or "it ended without a word"
+        with self._write_lock:
+            if process is not self._process:
+                return  # another has taken its place
+            self._lost = said
+        ready.put({"lost": said})
         for waiter in list(self._waiting.values()):
             waiter.put({"lost": True})
 

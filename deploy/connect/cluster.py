@@ -63,13 +63,17 @@ def reopen(channel: HostChannel, host: Host, options: SshOptions) -> None:
     """Log in anew where a channel is lost; whoever has it goes on with it.
 
     Raises:
+        LoginRefused: it cannot be, as it is now.
         HostError: as of `open_channel`; it may be tried again.
     """
-    is_local = host.connection == "local"
-    channel.switch(host.python, None if is_local else _connect(host, options, timeout_s=CONNECT_TIMEOUT_S))
+    connection = None
+    if host.connection != "local":
+        # A passphrase that was given before is known; now a live view may have the terminal.
+        connection = _connect(host, options, timeout_s=CONNECT_TIMEOUT_S, may_ask=False)
+    channel.switch(host.python, connection)
 
 
-def _connect(host: Host, options: SshOptions, *, timeout_s: float) -> SshConnection:
+def _connect(host: Host, options: SshOptions, *, timeout_s: float, may_ask: bool = True) -> SshConnection:
     from nodekit.deploy.connect import ssh  # paramiko is slow to import, and a local run does without
 
     return ssh.connect(
@@ -83,7 +87,7 @@ def _connect(host: Host, options: SshOptions, *, timeout_s: float) -> SshConnect
         ),
         timeout_s=timeout_s,
         accept_new_host_keys=options.accept_new_host_keys,
-        ask_passphrase=options.ask_passphrase,
+        ask_passphrase=options.ask_passphrase if may_ask else None,
         notice=options.notice,
     )
 

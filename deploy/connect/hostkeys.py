@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nodekit.deploy.host.files import make_private
-from nodekit.inventory.errors import HostError, Problem
+from nodekit.inventory.errors import LoginRefused, Problem
 
 if TYPE_CHECKING:
     import paramiko
@@ -107,7 +107,7 @@ def accept(file: Path, name: str, key: paramiko.PKey) -> None:
             stream.write(f"{name} {key.get_name()} {key.get_base64()}\n".encode())
 
 
-class UnknownKey(HostError):
+class UnknownKey(LoginRefused):
     """No known_hosts file has the host's key."""
 
     def __init__(

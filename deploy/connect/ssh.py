@@ -146,14 +146,21 @@ class _ChannelStream(io.RawIOBase):
         return len(data)
 
     def write(self, data: Any) -> int:
-        self._channel.sendall(data)
+        import paramiko
+
+        try:
+            self._channel.sendall(data)
+        except (paramiko.SSHException, EOFError) as error:  # as of a ProxyCommand that is gone
+            raise ConnectionError(str(error) or "it is closed") from error
         return len(data)
 
 
 class _ChannelStdin(_ChannelStream):
     def close(self) -> None:
         if not self.closed:
-            with contextlib.suppress(OSError, EOFError):
+            import paramiko
+
+            with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
                 self._channel.shutdown_write()
         super().close()
 
@@ -191,7 +198,10 @@ class SshProcess:
 
     def close(self) -> None:
         """End its stdin and stop listening; what it started may live on."""
-        self._channel.close()
+        import paramiko
+
+        with contextlib.suppress(paramiko.SSHException, EOFError, OSError):  # it is lost
+            self._channel.close()
 
 
 class SshConnection:

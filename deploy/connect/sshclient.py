@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nodekit.deploy.connect import hostkeys, identity, sshconfig
-from nodekit.inventory.errors import HostError
+from nodekit.inventory.errors import HostError, LoginRefused
 
 if TYPE_CHECKING:
     import paramiko
@@ -115,6 +115,10 @@ class Client:
     def problem(self, found: str, wanted: str = "", cure: str = "") -> HostError:
         """An error of ours that names the inventory's host."""
         return HostError(self._settings.target.name, found, wanted, cure)
+
+    def refusal(self, found: str, wanted: str = "", cure: str = "") -> LoginRefused:
+        """The same, where another try would end alike."""
+        return LoginRefused(self._settings.target.name, found, wanted, cure)
 
     def get_transport(self) -> paramiko.Transport | None:
         """The open transport."""
@@ -220,12 +224,12 @@ class Client:
         shown = key.asbytes()
         if any(entry.revoked and entry.blob == shown for entry in hints):
             revoked = next(entry for entry in hints if entry.revoked and entry.blob == shown)
-            raise self.problem(f"the host key of {self.where} is marked @revoked ({revoked.where})")
+            raise self.refusal(f"the host key of {self.where} is marked @revoked ({revoked.where})")
         if any(entry.blob == shown for entry in hints):
             return
         known = [entry for entry in known if not entry.revoked]
         if known:
-            raise self.problem(*hostkeys.changed_problem(where=self.where, name=name, key=key, known=known))
+            raise self.refusal(*hostkeys.changed_problem(where=self.where, name=name, key=key, known=known))
         if not self._settings.accept_new_host_keys:
             proxied = self._config.get("proxyjump") or self._config.get("proxycommand")
             scannable = alias is None and not proxied
@@ -261,7 +265,7 @@ class Client:
                 try:
                     more = transport.auth_publickey(self.user, key)
                 except paramiko.BadAuthenticationType as error:
-                    raise self.problem(
+                    raise self.refusal(
                         f"{self.where} takes no keys, only {', '.join(error.allowed_types)}",
                         cure="allow PubkeyAuthentication in its sshd_config",
                     ) from error
@@ -274,7 +278,7 @@ class Client:
                         ) from error
                     continue
                 if more:
-                    raise self.problem(
+                    raise self.refusal(
                         f"{self.where} wants more than a key of user '{self.user}': {', '.join(more)}; "
                         "kit cannot answer that"
                     )
@@ -282,14 +286,14 @@ class Client:
                 return
         except identity.IdentityError as error:
             found = f"{error.problem.found} (for user '{self.user}' at {self.where})"
-            raise self.problem(found, cure=error.problem.cure) from error
+            raise self.refusal(found, cure=error.problem.cure) from error
         if not tried:
-            raise self.problem(
+            raise self.refusal(
                 f"no key to log in with as user '{self.user}' at {self.where}",
                 cure="set `identity_file`, or make one with `ssh-keygen -t ed25519`",
             )
         port = "" if self.port == 22 else f"-p {self.port} "
-        raise self.problem(
+        raise self.refusal(
             f"{self.where} does not accept user '{self.user}' with any key tried ({', '.join(tried)})",
             cure=f"is `user` right? `ssh-copy-id {port}{self.user}@{self.host}` adds a key there",
         )

@@ -145,22 +145,22 @@ class SlowNodes:
 
     def __init__(self) -> None:
         self._left: set[str] = set()
-        self._told: dict[str, str] = {}
-        """Node → why it could not leave, as it was told."""
+        self._stayed: set[str] = set()
+        """Those of which it was told that they cannot leave."""
 
     def drain(
         self, run: Run, rules: Rules, statuses: Mapping[str, NodeStatus], *, absent: Collection[str]
     ) -> Iterator[str]:
         """Do so, by what the nodes say; what to say of it. A disk that is full, or fails, is tried again."""
+        self._left |= rules.drained
         for status in statuses.values():
             slow = status.get("slow") if status["alive"] and status.get("state") == "running" else None
-            if not slow or not slow["of_host"] or slow["node"] in (*rules.drained, *self._left):
+            if not slow or not slow["of_host"] or (node := slow["node"]) in self._left:
                 continue
-            node = slow["node"]
+            why = refusal(rules, rules.drained, node, absent=absent)
+            if why and node in self._stayed:
+                continue
             with contextlib.suppress(KitError):
-                text = ask(run, rules, node, undo=False, absent=absent)
-                if node in run.drained:
-                    self._left.add(node)
-                if self._told.get(node) != text:
-                    self._told[node] = text
-                    yield f"{node} makes the others wait: {text}"
+                why = why or ask(run, rules, node, undo=False, absent=absent)
+                (self._left if node in run.drained else self._stayed).add(node)
+                yield f"{node} makes the others wait: {why}"

@@ -92,7 +92,7 @@ def _why_broken(turn: Turn) -> str | None:
     )
     state = turn.state
     if state.broken_since is not None:
-        all_know = len(orphans) == len(own) and not host.reachable
+        all_know = bool(orphans) and len(orphans) == len(own) and not host.reachable
         patience_s = 0.0 if all_know else BROKEN_S if host_ended or orphans else NO_QUORUM_S
         if turn.now - state.broken_since < patience_s:
             return None

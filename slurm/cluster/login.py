@@ -12,12 +12,14 @@ from typing import Any
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import ChannelLost, HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.inventory.errors import HostError, KitError
+from nodekit.deploy.records.runs import Run
+from nodekit.inventory.errors import HostError, KitError, LoginRefused
 from nodekit.inventory.schema import Host, Inventory, SlurmSettings
 
 LOGIN = "login"
 LOGIN_TIMEOUT_S = 60.0
-RETRY_S = 5.0
+RETRY_S, MAX_RETRY_S = 5.0, 60.0
+HELD_S = 600.0  # a connection that has held for so long is tried again at once
 
 
 @contextlib.contextmanager
@@ -27,52 +29,79 @@ def login(inventory: Inventory, options: SshOptions) -> Iterator[HostChannel]:
         yield channels[LOGIN]
 
 
-def reach_again(
-    channel: HostChannel,
-    lost: ChannelLost,
-    inventory: Inventory,
-    options: SshOptions,
-    *,
-    say: Callable[[str], None],
-    wait: Callable[[float], None] = time.sleep,
-) -> None:
-    """Log in anew, however long that takes: the job, which goes on, is to be watched again.
+class LoginAgain:
+    """Logs in anew when the connection breaks while a job is watched: the job goes on, and is to be watched again."""
+
+    def __init__(
+        self, channel: HostChannel, inventory: Inventory, options: SshOptions, say: Callable[[str], None]
+    ) -> None:
+        """Take the channel to the login node, and what takes a line for the user."""
+        self._channel = channel
+        self._host, self._options, self._say = host_of(inventory), options, say
+        self._wait_s = 0.0
+        self._reached_at = 0.0
+
+    def __call__(self, lost: ChannelLost, wait: Callable[[float], None] = time.sleep) -> None:
+        """Wait, however long that takes; whoever has the channel goes on with it then.
+
+        Args:
+            lost: how the connection was.
+            wait: waits so many seconds.
+
+        Raises:
+            LoginRefused: the login node is there, and lets nobody in: no later try would end otherwise.
+        """
+        self._channel.close()  # one that is merely silent is lost, too
+        if time.monotonic() - self._reached_at > HELD_S:
+            self._wait_s = 0.0
+        told = {str(lost)}
+        self._say(f"{lost}; the job goes on, and kit logs in again when it can")
+        while True:
+            wait(self._wait_s)
+            self._wait_s = min(max(RETRY_S, 2 * self._wait_s), MAX_RETRY_S)
+            try:
+                cluster.reopen(self._channel, self._host, self._options)
+            except LoginRefused:
+                raise
+            except HostError as error:
+                if (why := str(error)) not in told:
+                    told.add(why)
+                    self._say(why)
+            else:
+                self._reached_at = time.monotonic()
+                self._say(f"{self._channel.host}: reached again")
+                return
+
+
+@contextlib.contextmanager
+def cancelling(name: str, members: Iterable[Run], by: str) -> Iterator[None]:
+    """Around what cancels the jobs of runs: say in them who wants that, and take it back if it cannot be done.
 
     Args:
-        channel: to the login node; whoever has it goes on with it.
-        lost: how its connection was.
-        inventory: the job's.
-        options: how to reach the login node.
-        say: takes a line for the user; each reason once.
-        wait: until it is tried again, so many seconds.
-    """
-    channel.close()  # one that is merely silent is lost, too
-    why = str(lost)
-    say(f"{why}; the job goes on, and the login node is tried every {RETRY_S:.0f} s")
-    while True:
-        try:
-            cluster.reopen(channel, host_of(inventory), options)
-        except HostError as error:
-            if str(error) != why:
-                why = str(error)
-                say(why)
-            wait(RETRY_S)
-        else:
-            say(f"{channel.host}: reached again")
-            return
-
-
-def refuse_if_lost(channel: HostChannel, run_id: str) -> None:
-    """Say that nothing can be cancelled while the login node is out of reach.
+        name: of the run, or of the sweep.
+        members: the runs.
+        by: who wants it.
 
     Raises:
-        KitError: it is.
+        KitError: the login node is out of reach.
     """
-    if channel.is_lost:
-        raise KitError(
-            f"{run_id} goes on: the login node cannot be reached to cancel it",
-            cure=f"kit down {run_id} cancels it when it can be reached; kit watch {run_id} shows it",
-        )
+    members = list(members)
+    for run in members:
+        run.say_stop(by)
+    try:
+        yield
+    except HostError as error:
+        for run in members:
+            run.say_stop("")
+        raise still_on(name, error) from error
+
+
+def still_on(name: str, error: HostError) -> KitError:
+    """What to say of a run or a sweep that could not be cancelled."""
+    return KitError(
+        f"{name} goes on, as far as is known: {error}",
+        cure=f"kit down {name} cancels it when the login node can be reached",
+    )
 
 
 def host_of(inventory: Inventory) -> Host:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import time
 from typing import Any
@@ -237,12 +236,10 @@ def test_a_live_view_outlives_its_connection_to_the_login_node(
     monkeypatch.setattr(login, "RETRY_S", 0.05)
     monkeypatch.setattr(live.Slurm, "job", lambda *_: Job(state="COMPLETED"))
     said: list[str] = []
-    again = functools.partial(
-        login.reach_again, inventory=restore(run.inventory), options=SshOptions(), say=said.append
-    )
+    again = login.LoginAgain(channel, restore(run.inventory), SshOptions(), said.append)  # type: ignore[arg-type]
     follow(run, channel, ViewModel(run.run_id, []), Keys(), again)
     assert said == [
-        "login: it ended without a word; the job goes on, and the login node is tried every 0 s",
+        "login: it ended without a word; the job goes on, and kit logs in again when it can",
         "login: no route to host",
         "login: reached again",
     ]

@@ -16,7 +16,8 @@ log = logging.getLogger("nodekit.training")
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _DUMP_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
-_as_started = os.environ.get(_HANDLING)
+_given: list[str | None] = []
+"""What the variable was before this process first changed it; not when this is imported, which a fork server may do."""
 _lock = threading.Lock()
 _has_left = threading.Event()
 _is_aborted = False
@@ -41,12 +42,14 @@ def prepare(*, aborts: bool) -> None:
     global _is_aborted, _before_abort
     _has_left.clear()
     _is_aborted, _before_abort = False, None
+    if not _given:
+        _given.append(os.environ.get(_HANDLING))
     if aborts:
         os.environ[_HANDLING] = "0"
         # After an error the watchdog sleeps four times as long, and whoever closes its group waits for it: not 60 s.
         os.environ.setdefault(_DUMP_MS, "250")
     elif os.environ.get(_HANDLING) == "0":
-        os.environ.pop(_HANDLING) if _as_started is None else os.environ.update({_HANDLING: _as_started})
+        os.environ.pop(_HANDLING) if _given[0] is None else os.environ.update({_HANDLING: _given[0]})
 
 
 def before_abort(call: Callable[[], None]) -> None:
