@@ -257,7 +257,7 @@ def test_stopped_and_taken_up_again_through_a_login_node(
     assert run.job()["JobState"] == "RUNNING"
     run.begin()
     run.wait_for("attached to", 2)
-    run.wait_more(1)
+    run.wait_for(" running on node[1-3]", 2)  # it watches
     for pid, argv in site.lab.processes("node2").items():  # a laptop that slept, say
         if argv[0].startswith("sshd: root"):
             os.kill(pid, signal.SIGKILL)
