@@ -78,8 +78,9 @@ def newest_of_all(
     if snapshots.generation is not None and snapshots.generation < fence:
         raise Fenced(snapshots.generation, fence, f"the snapshot folder of a node ({snapshots.folder})")
     snapshots.attempt = said[0].attempt
-    source = source_of_all([each.made for each in said], [each.on_disk for each in said])
-    if source is not None and (loaded := _from_memory(world, kept, [each.made for each in said], source)):
+    made = [each.made for each in said]
+    source = source_of_all(made, [each.on_disk for each in said])
+    if source is not None and (loaded := _from_memory(world, kept, made, source)):
         return loaded
     writes = world.is_first_on_node if writes is None else writes
     is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
