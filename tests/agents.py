@@ -46,6 +46,28 @@ def processes_of(marker: str) -> dict[int, str]:
     return found
 
 
+def no_process_left(marker: str, *, timeout_s: float = 20.0) -> None:
+    """Wait until no live process has `marker` in its environment; the error says who is left, and what it waits for."""
+    deadline = time.monotonic() + timeout_s
+    while left := processes_of(marker):
+        if time.monotonic() > deadline:
+            told = [f"{pid} {_state(pid)}: {command}" for pid, command in left.items()]
+            raise AssertionError(f"{len(left)} processes left after {timeout_s:.0f} s:\n" + "\n".join(told))
+        time.sleep(0.05)
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        status = dict(
+            line.split(":\t", 1)
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if ":\t" in line
+        )
+        waits = Path(f"/proc/{pid}/wchan").read_text()
+        return f"(parent {status['PPid']}, {status['State']}, {status['Threads']} threads, in {waits})"
+    return "(gone)"
+
+
 class Agents:
     """Local nodes of one job."""
 

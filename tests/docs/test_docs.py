@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 import pytest
 import warm_python
-from agents import processes_of, until
+from agents import no_process_left, processes_of, until
 from kit_runs import Kit, run_id
 from places import ROOT
 from test_readme import BLOCKS, commands
@@ -315,7 +315,7 @@ def test_the_commands_of_the_start_page_run_in_their_order(tmp_path: Path, own_h
         kit.run("down", "--force")
     assert "rank 0 of 2" in said["kit status"]
     assert re.search(rf"^{run_id(kit.log())} .* stopped ", said["kit runs"], re.MULTILINE)
-    until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20, what="no process of this test left")
+    no_process_left(f"HOME={own_home}")
 
 
 # --- what kit says ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 import torch
 import warm_agents
 import warm_python
-from agents import processes_of, until
+from agents import no_process_left, processes_of, until
 from kit_runs import Kit
 from places import ROOT
 from rich.cells import cell_len
@@ -414,7 +414,7 @@ def local(tmp_path: Path, own_home: Path, text_folder: Path) -> Iterator[Kit]:
     yield kit
     kit.close()
     kit.run("down", "--force")
-    until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20, what="no process of this test left")
+    no_process_left(f"HOME={own_home}")
 
 
 @pytest.mark.slow

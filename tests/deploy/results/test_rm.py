@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import warm_agents
-from agents import processes_of, until
+from agents import no_process_left, until
 from kit_runs import Kit, run_id
 
 from nodekit.deploy.commands import cli
@@ -312,7 +312,7 @@ def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     yield kit
     kit.run("down", "--force")
     kit.close()
-    until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20, what="no process of this test left")
+    no_process_left(f"HOME={own_home}")
 
 
 @pytest.mark.slow

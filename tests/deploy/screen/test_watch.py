@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import warm_agents
-from agents import processes_of, until
+from agents import no_process_left, processes_of, until
 from kit_runs import Kit
 from slurm_runs import Site
 
@@ -104,7 +104,7 @@ def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     (kit.folder / "job.py").write_text(JOB)
     yield kit
     kit.run("down", "--force")
-    until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20, what="no process of this test left")
+    no_process_left(f"HOME={own_home}")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import warm_agents
-from agents import processes_of, until
+from agents import no_process_left
 from kit_runs import Kit
 from lab_hosts import make_whole
 from slurm_runs import Site
@@ -58,7 +58,7 @@ def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     yield kit
     kit.close()
     kit.run("down", "--force")
-    until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20, what="no process of this test left")
+    no_process_left(f"HOME={own_home}")
 
 
 def up_local(local: Kit, shared: Path | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm_agents
-from agents import processes_of, until
+from agents import no_process_left, until
 from kit_runs import Kit
 from test_docs import command_lines, titled
 
@@ -179,7 +179,7 @@ def kit(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     yield found
     found.close()
     found.run("down", "--force")
-    until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20, what="no process of this test left")
+    no_process_left(f"HOME={own_home}")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import warm_agents
-from agents import processes_of, until
+from agents import no_process_left, processes_of, until
 from disks import full, small_disk
 from free_ports import free_port
 from kit_runs import Kit, run_id
@@ -54,7 +54,7 @@ def local(tmp_path: Path, own_home: Path) -> Iterator[Kit]:
     kit.close()
     if any(each.state not in runs.ENDED for each in runs.all_runs()):
         kit.run("down", "--force")
-    until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20, what="no process of this test left")
+    no_process_left(f"HOME={own_home}")
 
 
 def test_two_local_nodes_train_the_shared_module(local: Kit) -> None:
@@ -387,7 +387,7 @@ def test_a_full_disk_here_ends_no_supervision(
             assert local.run("down").stdout == f"{run.run_id} is not running (stopped)\n"
         finally:
             local.run("down", "--force")
-            until(lambda: not processes_of(f"HOME={own_home}"), timeout_s=20)
+            no_process_left(f"HOME={own_home}")
 
 
 FAILS_LAST = """
