@@ -374,7 +374,7 @@ def test_a_full_disk_here_ends_no_supervision(
                 assert locks.is_supervised(run)
             until(lambda: nodes()["a"].get("generation") == 1 and nodes()["a"]["alive"], timeout_s=60)
             assert find_runs.find(None).generation == 1
-            until(lambda: all(each["state"] == "running" for each in nodes().values()), timeout_s=60)
+            until(lambda: all(each.get("state") == "running" for each in nodes().values()), timeout_s=60)
             said = log.read_text()
             assert said.count("can be written again") == 1, said
             assert "fence" in {event.kind for event in events.read(run.folder)}
