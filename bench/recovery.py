@@ -47,7 +47,7 @@ START_TIMEOUT_S = 60.0
 TRAIN_S = 2.0  # before each fault: long enough for some snapshots
 WHOLE_AGAIN_S = 3.0
 STEADY_STEPS = 10  # a world that makes fewer has not recovered
-GAP_S = 0.25  # between steps: more is a pause
+GAP_S = 0.1  # between steps of 20 ms: more is a pause
 GOAL_PAUSE_S = 3.0
 GOAL_LOST = 25  # recovery_job's interval
 DESCRIPTION = """\
@@ -371,7 +371,9 @@ def times_table(results: Results) -> str:
     for key in faults:
         rows.append([FAULTS[key].title, *(_times(found.get(key, ())) for found in results.values())])
         if FAULTS[key].is_return:
-            pauses = [_range([t.pause_s for t in _good(found.get(key, ()))]) for found in results.values()]
+            pauses = [
+                _range([t.pause_s for t in _good(found.get(key, ()))], digits=2) for found in results.values()
+            ]
             rows.append(["  the others' pause", *pauses])
     return table(["seconds to the next trained step", *results], rows)
 

@@ -131,6 +131,12 @@ def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called
     if stdin.closed or (listen_fd is not None and listen_fd not in fds):
         raise RuntimeError("another request has started an agent here meanwhile")
     with fence.locked(node_dir):
+        alive = status.agent_alive(node_dir)
+        if (
+            alive
+        ):  # over another connection, while this one was silent; of two, nobody would know one, nor stop it
+            stdin.close()
+            raise RuntimeError("another request has started an agent here meanwhile (pid %d)" % alive)
         own = status.load_spec(node_dir) or {"generation": -1}
         if spec.get("is_host") and own["generation"] == spec["generation"]:
             raise RuntimeError("the rendezvous of generation %d was here and is lost" % own["generation"])
@@ -138,17 +144,19 @@ def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called
         if listen_fd is not None:
             spec = dict(spec, listen_fd=listen_fd)
         _take_spec(node_dir, spec)
-    if os.path.exists(os.path.join(node_dir, "stop")):
-        os.unlink(os.path.join(node_dir, "stop"))
-    before = status.said(node_dir)
-    if before:  # by another agent
-        current_status.of(node_dir).write({"run": before["run"], "node": before["node"], "time": time.time()})
-    record: AgentRecord = {
-        "pid": agent.pid,
-        "start_time": processes.start_time(agent.pid),
-        "boot_id": processes.boot_id(),
-    }
-    files.write_private(os.path.join(node_dir, "agent.json"), json.dumps(record).encode())
+        if os.path.exists(os.path.join(node_dir, "stop")):
+            os.unlink(os.path.join(node_dir, "stop"))
+        before = status.said(node_dir)
+        if before:  # by another agent
+            current_status.of(node_dir).write(
+                {"run": before["run"], "node": before["node"], "time": time.time()}
+            )
+        record: AgentRecord = {
+            "pid": agent.pid,
+            "start_time": processes.start_time(agent.pid),
+            "boot_id": processes.boot_id(),
+        }
+        files.write_private(os.path.join(node_dir, "agent.json"), json.dumps(record).encode())
     try:
         stdin.write(b"go\n")
         stdin.close()

@@ -508,6 +508,33 @@ def test_a_node_lets_in_no_generation_that_is_over(
     )
 
 
+@pytest.mark.parametrize("is_host", [False, True])
+def test_a_start_that_comes_late_over_a_lost_connection_makes_no_second_agent(
+    channel: HostChannel, tmp_path: Path, is_host: bool
+) -> None:
+    """A cable was cut while kit asked for the agent, and kit has asked again, over another connection."""
+    (tmp_path / "agent").write_text("#!/bin/sh\nread go\n[ -z $go ] || exec sleep 60\n")
+    (tmp_path / "agent").chmod(0o755)
+    node = {"node_dir": str(tmp_path / "node")}
+    again = open_local("again", sys.executable)
+    try:
+        pids = [
+            each.call(
+                "prestart", timeout_s=30, python=str(tmp_path / "agent"), kit_dir="/none", env={}, **node
+            )["pid"]
+            for each in (channel, again)
+        ]
+        spec = {"generation": 0, "is_host": is_host}
+        again.call("start", timeout_s=30, spec=spec, **node)
+        with pytest.raises(RemoteError, match=rf"another request has started an agent .* \(pid {pids[1]}\)"):
+            channel.call("start", timeout_s=30, spec=spec, **node)
+        assert again.call("status", timeout_s=30, **node)["agent"].startswith(f"{pids[1]}.")
+        until(lambda: not Path(f"/proc/{pids[0]}/exe").exists(), what="the end of the first one")
+    finally:
+        again.call("stop", timeout_s=30, grace_s=0.0, force=True, **node)
+        again.close()
+
+
 def test_what_must_outlive_a_power_failure_is_on_the_disk_before_it_is_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
