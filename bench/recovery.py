@@ -47,7 +47,6 @@ START_TIMEOUT_S = 60.0
 TRAIN_S = 2.0  # before each fault: long enough for some snapshots
 WHOLE_AGAIN_S = 3.0
 STEADY_STEPS = 10  # a world that makes fewer has not recovered
-GAP_S = 0.1  # between steps of 20 ms: more is a pause
 GOAL_PAUSE_S = 3.0
 GOAL_LOST = 25  # recovery_job's interval
 DESCRIPTION = """\
@@ -102,7 +101,7 @@ class Trial:
     lost: int = 0
     """Steps that had been made and were made again."""
     pause_s: float = 0.0
-    """For how long nobody trained, from the last step before the fault on."""
+    """From the last step of a world to the first of the next, for all worlds since the fault."""
     size: int = 0
     """Of the world that goes on."""
     num_met: int = 0
@@ -134,13 +133,14 @@ def judge(lines: Iterable[Line], fault_s: float, *, host: str | None = None) -> 
     world = min(done, key=lambda each: done[each])
     before = [line["step"] for each, made in steps.items() if each != world for line in made]
     resumed_at = min(line["step"] for line in starts[world])
-    times = sorted(line["time"] for made in steps.values() for line in made if line["time"] <= done[world])
-    since = max((each for each in times if each <= fault_s), default=fault_s)
-    gaps = [b - a for a, b in itertools.pairwise([each for each in times if each >= since] + [done[world]])]
+    times = sorted((line["time"], each) for each, made in steps.items() for line in made)
+    since = max((time for time, _ in times if time <= fault_s), default=fault_s)
+    during = [(time, each) for time, each in times if since <= time <= done[world]]
+    pauses = [end - start for (start, a), (end, b) in itertools.pairwise(during) if a != b]
     return Trial(
         seconds=done[world] - fault_s,
         lost=max(0, max(before, default=0) - resumed_at),
-        pause_s=sum(gap for gap in gaps if gap > GAP_S),
+        pause_s=sum(pauses),
         size=starts[world][0]["size"],
         num_met=sum(min(line["resumed"] for line in starts[each]) <= done[world] for each in new),
         phases=_start_phases(starts[world], fault_s, done[world]),
