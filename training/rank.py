@@ -137,6 +137,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
         return refused(error)
     if world.stands_by:
         import_engine(options)
+        _make_one_model(options, world, task)
         world = reform.attempt_of(world, lambda: _world(options))
     gc.freeze()
     gc.enable()
@@ -153,6 +154,21 @@ def train(options: Options, parent: Parent | None = None) -> int:
     if text := node_lines.end(world, folder, is_trained=code == 0):
         print(text, flush=True)
     return code
+
+
+def _make_one_model(options: Options, world: "World", task: "Task") -> None:
+    """Make a model and forget it: what the first one takes, nobody else is to wait for.
+
+    That is the imports that come with it, its files from the disk, and the start of the device.
+    """
+    from nodekit.training.engines.load import begins_on_cpu
+    from nodekit.training.process.devices import module_of
+
+    with suppress(Exception):  # the one of the attempt fails as well, and is heard
+        task.model().to("cpu" if begins_on_cpu(options) else world.device)
+    gc.collect()  # before gc.freeze
+    if world.device.type != "cpu":
+        module_of(world.device.type).empty_cache()
 
 
 def _prints(world: "World") -> bool:

@@ -27,6 +27,10 @@ class Task(Digits):
         super().__init__(*args)
         open(f"read-by-{os.getpid()}", "w").close()
         self.batches = 0
+    def model(self):
+        if not os.path.exists(f"model-by-{os.getpid()}"):
+            open(f"model-by-{os.getpid()}", "w").close()
+        return super().model()
     def loss(self, model, batch):
         self.batches += 1
         slow = self.batches > 20 and os.path.exists("slow")
@@ -565,6 +569,7 @@ def test_a_node_is_lost_and_another_comes_in(
     interrupted = [
         e["time"] for name in ("n0", "n1") for e in run.events(name, "membership") if not e["lost"]
     ]
-    read = (agents.folder / f"code/read-by-{new['pid']}").stat().st_mtime
-    assert read < min(interrupted), "who comes in has read its data before"
+    for what in ("read", "model"):
+        made = (agents.folder / f"code/{what}-by-{new['pid']}").stat().st_mtime
+        assert made < min(interrupted), "who comes in has read its data before, and made a model"
     assert run.events("n2", "workers-started")[-1]["stayed"] == []
