@@ -131,10 +131,9 @@ def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called
     if stdin.closed or (listen_fd is not None and listen_fd not in fds):
         raise RuntimeError("another request has started an agent here meanwhile")
     with fence.locked(node_dir):
+        # Over another connection, while this one was silent. Of two agents nobody would know one, nor stop it.
         alive = status.agent_alive(node_dir)
-        if (
-            alive
-        ):  # over another connection, while this one was silent; of two, nobody would know one, nor stop it
+        if alive:
             stdin.close()
             raise RuntimeError("another request has started an agent here meanwhile (pid %d)" % alive)
         own = status.load_spec(node_dir) or {"generation": -1}
