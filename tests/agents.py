@@ -17,6 +17,7 @@ import warm_agents
 import nodekit.deploy
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.connect.channel import HostChannel, open_local
+from nodekit.deploy.host import processes
 
 KIT_DIR = str(Path(nodekit.deploy.__file__).parent.parent.parent)
 ANSWER_S = 60.0
@@ -51,21 +52,9 @@ def no_process_left(marker: str, *, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while left := processes_of(marker):
         if time.monotonic() > deadline:
-            told = [f"{pid} {_state(pid)}: {command}" for pid, command in left.items()]
+            told = [f"{pid} {processes.where_it_waits(pid)}: {command}" for pid, command in left.items()]
             raise AssertionError(f"{len(left)} processes left after {timeout_s:.0f} s:\n" + "\n".join(told))
         time.sleep(0.05)
-
-
-def _state(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        status = dict(
-            line.split(":\t", 1)
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-            if ":\t" in line
-        )
-        waits = Path(f"/proc/{pid}/wchan").read_text()
-        return f"(parent {status['PPid']}, {status['State']}, {status['Threads']} threads, in {waits})"
-    return "(gone)"
 
 
 class Agents:
