@@ -24,6 +24,9 @@ class EngineInfo:
     """Whether it is a single process, whatever the number of GPUs."""
     libraries: tuple[str, ...] = ()
     """The packages that it imports beyond torch."""
+    imports: tuple[str, ...] = ()
+    """Modules whose import takes a tenth of a second or more, and asks no driver for GPUs: so whoever forks ranks may
+    have them already. DeepSpeed's asks."""
     reforms: bool = False
     """Whether its ranks keep their processes and their step when another one is lost (``reform``)."""
     is_cpu_only: bool = False
@@ -39,22 +42,37 @@ ENGINES = {
     "fsdp": EngineInfo("each rank keeps a part of the weights, gradients and optimizer (FSDP2)"),
     "single": EngineInfo("one process, one device", is_alone=True),
     "accelerate": EngineInfo(
-        "Hugging Face Accelerate", libraries=("accelerate",), reforms=True, fp16_on_cpu="takes it for fp32"
+        "Hugging Face Accelerate",
+        libraries=("accelerate",),
+        imports=("accelerate",),
+        reforms=True,
+        fp16_on_cpu="takes it for fp32",
     ),
     "fabric": EngineInfo(
-        "Lightning Fabric", libraries=("lightning_fabric",), reforms=True, fp16_on_cpu="takes it for bf16"
+        "Lightning Fabric",
+        libraries=("lightning_fabric",),
+        imports=("lightning_fabric",),
+        reforms=True,
+        fp16_on_cpu="takes it for bf16",
     ),
     "trainer": EngineInfo(
         "the transformers Trainer",
         libraries=("transformers", "accelerate"),
+        imports=("transformers.trainer", "accelerate"),
         reforms=True,
         fp16_on_cpu="takes it for fp32",
     ),
     "deepspeed": EngineInfo(
-        "DeepSpeed's ZeRO, --zero 0 to 3", libraries=("deepspeed",), fp16_on_cpu="refuses it"
+        "DeepSpeed's ZeRO, --zero 0 to 3",
+        libraries=("deepspeed",),
+        fp16_on_cpu="refuses it",
     ),
     "horovod": EngineInfo(
-        "Horovod, over gloo, on the CPU", libraries=("horovod",), reforms=True, is_cpu_only=True
+        "Horovod, over gloo, on the CPU",
+        libraries=("horovod",),
+        imports=("horovod.torch",),
+        reforms=True,
+        is_cpu_only=True,
     ),
     "dp": EngineInfo(
         "one process, all its GPUs, a thread for each (DataParallel); ddp is faster with as many ranks",

@@ -1,6 +1,7 @@
 """One rank, from its options to its exit status."""
 
 import gc
+import importlib
 import importlib.util
 import logging
 import os
@@ -16,6 +17,7 @@ from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nodekit.training.engine_info import ENGINES
 from nodekit.training.errors import TrainingError, log_to_stderr, refuse_unsafe
 from nodekit.training.folder import InUse, default_folder, held
 from nodekit.training.options.options import Options
@@ -127,7 +129,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
     # Importing torch is slow: not for --help, nor for a mistyped option.
     from nodekit.training import loop  # noqa: F401  # before gc.freeze
     from nodekit.training.attempts import reform
-    from nodekit.training.engines.load import import_engine
+    from nodekit.training.imports import imports_of
     from nodekit.training.reporting import node_lines
 
     log_to_stderr()
@@ -136,7 +138,8 @@ def train(options: Options, parent: Parent | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         return refused(error)
     if world.stands_by:
-        import_engine(options)
+        for name in (*imports_of(options), *ENGINES[options.engine].libraries):
+            importlib.import_module(name)
         _make_one_model(options, world, task)
         world = reform.attempt_of(world, lambda: _world(options))
     gc.freeze()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -10,8 +9,10 @@ import pytest
 import torch
 
 from nodekit.training.group import nccl
+from nodekit.training.loop import Loop
+from nodekit.training.snapshots.emergency import LastWholeStep
 from nodekit.training.steps import guarded
-from nodekit.training.steps.guarded import GuardedUpdates, can_guard
+from nodekit.training.steps.guarded import GuardedUpdates, NotShared, can_guard
 
 CPU = torch.device("cpu")
 
@@ -101,33 +102,21 @@ def test_without_a_loaded_step_none_is_found_before_the_first_update(trained: Tr
     assert trained.updates.found() is None
 
 
-def test_no_step_is_known_where_the_gpu_could_not_be_told(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
+def test_each_step_waits_where_a_device_cannot_read_what_the_host_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The driver has no room for another kernel until the abort."""
-    trained.forward()
-    trained.update()
-    aborted = threading.Event()
-    monkeypatch.setattr(
-        trained.updates, "_has_left", SimpleNamespace(device=CPU, fill_=lambda _: aborted.wait())
+    def refuse(_: torch.device) -> None:
+        raise NotShared("no")
+
+    module = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+    loop = SimpleNamespace(
+        world=SimpleNamespace(aborts_nccl=True, device=CPU), options=SimpleNamespace(amp="off"), module=module
     )
-    monkeypatch.setattr(guarded, "_ABORT_ANYWAY_S", 0.05)
-    nccl.leave()
-    assert trained.updates.found() is None
-    aborted.set()
-
-
-def test_no_step_is_known_where_no_thread_could_tell_the_gpu(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(**_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    trained.forward()
-    trained.update()
-    monkeypatch.setattr(guarded.threading, "Thread", refuse)
-    nccl.leave()
-    assert trained.updates.found() is None
+    assert isinstance(Loop._watch_updates(loop, optimizer), GuardedUpdates)  # type: ignore[arg-type]
+    monkeypatch.setattr(guarded, "shared_flag", refuse)
+    assert isinstance(Loop._watch_updates(loop, optimizer), LastWholeStep)  # type: ignore[arg-type]
+    assert "each step waits for its gradients: no" in caplog.text
 
 
 def test_what_fails_before_the_abort_does_not_keep_it_from_happening(

@@ -57,15 +57,6 @@ def check_engine(options: Options, device: str) -> None:
         raise EngineError(f"--amp fp16 without a GPU: {name} {does}; take bf16, or --engine ddp")
 
 
-def import_engine(options: Options) -> None:
-    """Import what the engine will, for a rank that has the time now."""
-    importlib.import_module(f"nodekit.training.engines.{options.engine}")
-    for library in ENGINES[options.engine].libraries:
-        importlib.import_module(library)
-    if options.engine == "trainer":  # its package imports the rest when it is asked for
-        importlib.import_module("transformers.trainer")
-
-
 def begins_on_cpu(options: Options) -> bool:
     """Whether the engine gets module and optimizer on the CPU: a device need not have room for the whole of them."""
     return options.engine == "fsdp" or (options.engine == "deepspeed" and options.zero != 0)

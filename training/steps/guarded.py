@@ -5,9 +5,9 @@ of 38 ms took 43). So the GPU itself leaves updates out, once this process has l
 makes.
 """
 
-import threading
 from collections import deque
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from nodekit.training.group import nccl
 
 _AHEAD = 4
 """So many updates may be launched that are not known to be made; a step's sums are read before the next but one's."""
-_ABORT_ANYWAY_S = 2.0
-"""A GPU that cannot be told within so long is not waited for: then no step is known."""
 
 
 def can_guard(optimizer: torch.optim.Optimizer, *, scales: bool) -> bool:
@@ -31,6 +29,35 @@ def can_guard(optimizer: torch.optim.Optimizer, *, scales: bool) -> bool:
     return is_adam and all(group.get("fused") for group in optimizer.param_groups) and not scales
 
 
+class NotShared(RuntimeError):
+    """This device, or this torch, cannot read the host's memory."""
+
+
+def shared_flag(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a number, float32, 0, in the host's memory: as the host writes it, and as the device's kernels read it.
+
+    So the host tells the device something without a kernel or a copy, for which the driver has no room where a
+    thousand kernels wait for the device.
+
+    Raises:
+        NotShared: this is not possible here.
+    """
+    if device.type == "cpu":
+        flag = torch.zeros((), dtype=torch.float32)
+        return flag, flag
+    with torch.cuda.device(device):
+        flag = torch.zeros(1, dtype=torch.float32, pin_memory=True)
+        # Pinned memory has the same address on the device ("unified addressing" in CUDA's Programming Guide).
+        place = {"data": (flag.data_ptr(), False), "shape": (1,), "typestr": "<f4", "version": 3}
+        try:
+            seen = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device=device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise NotShared(f"{device} cannot read the host's memory: {error}") from error
+    if seen.data_ptr() != flag.data_ptr():
+        raise NotShared(f"torch has copied to {device} what it was to read in the host's memory")
+    return flag[0], seen[0]
+
+
 class GuardedUpdates:
     """As `LastWholeStep`: which step the weights are of, known when this process has left the others."""
 
@@ -39,15 +66,16 @@ class GuardedUpdates:
     def __init__(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> None:
-        """No step is whole yet. From now on, the optimizer's updates count."""
-        self._has_left, self._left_out = (
-            torch.zeros((), dtype=torch.float32, device=device) for _ in range(2)
-        )
+        """No step is whole yet. From now on, the optimizer's updates count.
+
+        Raises:
+            NotShared: the device cannot be told that this process has left.
+        """
+        self._has_left, self._seen_to_have_left = shared_flag(device)
+        self._left_out = torch.zeros((), dtype=torch.float32, device=device)
         self._num_made = torch.zeros((), device=device, dtype=torch.int64)
         self._num_begun = 0
         self._is_known = True
-        # By one that neither NCCL nor a copy can have: a stream has what is before it in it.
-        self._beside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._buffers = list(module.buffers())
         self._copies = deque([[each.clone() for each in self._buffers] for _ in range(_AHEAD)])
         self._done: deque[_Done] = deque(maxlen=_AHEAD)
@@ -70,8 +98,9 @@ class GuardedUpdates:
 
     def update_begins(self) -> None:
         """All that the update needs has been launched before."""
-        # A copy: what another thread sets must not divide an update, which takes several kernels.
-        self._left_out.copy_(self._has_left)
+        # A copy: what another thread sets must not divide an update, which takes several kernels. Not by `copy_`, which
+        # would have the driver copy from one place of the GPU's own memory to another.
+        torch.mul(self._seen_to_have_left, 1, out=self._left_out)
         self._num_made += 1 - self._left_out.to(torch.int64)
         self._num_begun += 1
 
@@ -98,24 +127,7 @@ class GuardedUpdates:
 
     def _leave_out(self) -> None:
         """Before the abort: whatever update the GPU comes to after that is left out."""
-        # In a thread: with a thousand kernels waiting for the GPU, the driver may have no room for another one, and if
-        # all streams are one to it (CUDA_DEVICE_MAX_CONNECTIONS=1), it comes to this after NCCL's kernel.
-        told = threading.Event()
-
-        def tell() -> None:
-            device = self._has_left.device
-            if self._beside is None:
-                self._has_left.fill_(1)
-            else:
-                # The device as well: this thread's is GPU 0, where it would take memory.
-                with torch.cuda.device(device), torch.cuda.stream(self._beside):
-                    self._has_left.fill_(1)
-                self._beside.synchronize()
-            told.set()
-
-        was_known, self._is_known = self._is_known, False  # also if no thread can be started
-        threading.Thread(target=tell, name="nodekit-leaves", daemon=True).start()
-        self._is_known = told.wait(_ABORT_ANYWAY_S) and was_known
+        self._has_left.fill_(1)
 
 
 class _Done:

@@ -23,6 +23,10 @@ BUILT_IN = {
     "text": "nodekit.training.tasks.text:Text",
 }
 """Name for ``--task`` → class."""
+IMPORTS = {
+    "text": ("transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"),
+}
+"""Name → the modules that making it and its model imports when they are asked for, which takes seconds."""
 GIVEN = ("data", "model", "max_length", "image_size")
 """Options that are keywords for the task's class, if they are given."""
 

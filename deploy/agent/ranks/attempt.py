@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ from nodekit.deploy.host import processes, programs
 from nodekit.deploy.host.logs.logbook import Logbook
 from nodekit.deploy.host.probes import kernel
 from nodekit.deploy.host.schema import EventKind, WorkerFailure
+from nodekit.training.imports import imports_of
+from nodekit.training.options.arguments import OptionsError, read
 
+TRAINING = ("-m", "nodekit.training")
 LOG_TAIL_BYTES = 64 * 1024
 _EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
 STAND_BY_S = 600.0  # for the imports and the data of ranks that join
@@ -61,6 +64,7 @@ class Attempts:
         self._grace_s = spec.grace_s
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self.workers = Workers(server)
+        self.workers.preload(_imports(spec.argv), self._base_environment())
         self._attempt = ""
         self._are_new = False  # whether those that stay are of a node that joins, and in no attempt yet
         self._is_lost: Callable[[], bool] = lambda: False
@@ -77,7 +81,7 @@ class Attempts:
         Only kit's training module can wait for its attempt like that; of other programs the imports are made ready.
         """
         self.workers.warm_up()
-        if ("-m", "nodekit.training") not in itertools.pairwise(spec.argv) or self.workers.pids:
+        if TRAINING not in itertools.pairwise(spec.argv) or self.workers.pids:
             return
         self._messages.prepare(range(spec.nproc_per_node))
         self._record.make_snapshot_dir()
@@ -191,8 +195,7 @@ class Attempts:
         )
         master = (formed.master_addr, formed.master_port) if formed else (spec.local_addr, 0)
         return {
-            **os.environ,
-            "PATH": programs.rank_path(),
+            **self._base_environment(),
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self._world_size),
@@ -220,6 +223,11 @@ class Attempts:
             "NODEKIT_EVENTS_FILE": str(self._record.told_dir / f"rank{rank}"),
             "NODEKIT_AGENT_PIPE": str(self._messages.path(local_rank)),
         }
+
+    @staticmethod
+    def _base_environment() -> dict[str, str]:
+        """What the environments of all workers and attempts have in common."""
+        return {**os.environ, "PATH": programs.rank_path()}
 
     def _say_of_logs(self, kind: EventKind, **fields: Any) -> None:
         self._record.event(kind, **fields)
@@ -412,6 +420,15 @@ class Attempts:
             return []
         pids = [self.workers.pids.get(local_rank, 0), *map(int, re.findall(r"\(pid(?:\(s\))? (\d+)", error))]
         return kernel.said(pids, age_s=self.seconds, kills_before=self._kills)
+
+
+def _imports(argv: Sequence[str]) -> list[str]:
+    """What kit's training module will import for its options; of other programs that is not known."""
+    for number, words in enumerate(itertools.pairwise(argv)):
+        if words == TRAINING:
+            with contextlib.suppress(OptionsError):  # the ranks say so
+                return imports_of(read(argv[number + 2 :]))
+    return []
 
 
 def _name_threads() -> None:

@@ -39,10 +39,11 @@ from typing import Any, NoReturn
 
 from nodekit.deploy.agent.ranks import children, worker
 
-ANSWER_TIMEOUT_S = 120.0  # the first answer waits for the imports, which may come over NFS
+ANSWER_TIMEOUT_S = 240.0  # the first answer waits for the imports, which may come over NFS
 _FLUSH_FAILED = 120  # python's exit status when what was printed could not be written
 _TRAINING = "nodekit.training"
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_GPUS_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci")
 # Variables that python, libc, torch and its libraries read once, when they start or are imported.
 _READ_AT_START = re.compile(
     r"(?!TORCHELASTIC_|TORCH_NCCL_|TORCH_FR_)(PYTHON|LD_|LC_|LANG|TZ|HOME$|MALLOC_|GLIBC_|OMP_|KMP_|GOMP_|MKL_"
@@ -94,11 +95,8 @@ class ForkServer:
 
     def ask(self, op: str, **args: Any) -> dict[str, Any]:
         """Have the server do something."""
-        self._number += (
-            1  # an answer that was never read, because of an exception, is not taken for the next one
-        )
         try:
-            self._socket.sendall(json.dumps({"number": self._number, "op": op, **args}).encode() + b"\n")
+            self._send(op, args)
             while True:
                 answer: dict[str, Any] = json.loads(self._answers.readline())
                 if answer["number"] == self._number:
@@ -106,6 +104,19 @@ class ForkServer:
         except (OSError, ValueError) as error:
             self.close()
             raise ServerLost from error
+
+    def preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
+        """Have the server import more, in this environment, without waiting for that; the next answer does."""
+        try:
+            self._send("preload", {"names": [*names], "env": dict(env)})
+        except OSError as error:
+            self.close()
+            raise ServerLost from error
+
+    def _send(self, op: str, args: Mapping[str, Any]) -> None:
+        # An answer that was never read, as of `preload` or because of an exception, is not taken for the next one.
+        self._number += 1
+        self._socket.sendall(json.dumps({"number": self._number, "op": op, **args}).encode() + b"\n")
 
     def close(self) -> None:
         """End the server, and with it its workers."""
@@ -125,6 +136,7 @@ class _Server:
         self._socket = connection
         self._mask = mask
         self._path, self._env = sys.path[:], dict(os.environ)  # before imports have changed them
+        self._set_by_imports: list[tuple[str, str | None, str]] = []  # a variable, what it was, and is
         self._pids: dict[int, int] = {}
         self._agent = 0
         self._stuck: set[int] = set()
@@ -137,24 +149,15 @@ class _Server:
         ours = self._socket.fileno()
         os.closerange(3, ours)
         os.closerange(ours + 1, os.sysconf("SC_OPEN_MAX"))
-        gc.disable()
-        for name in preload:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+        _import(preload)
         worker.die_with(None)  # from here on we see its end ourselves, and end also what workers started
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # What imports have made is ours, and no rank's to take apart: torch has 170 of these, a rank's last 0.04 s.
-        for each in weakref.finalize._registry.values():  # type: ignore[attr-defined]
-            each.atexit = False
-        gc.collect()
-        gc.freeze()
-        gc.enable()
         requests = self._socket.makefile("rb")
         for line in requests:
             request = json.loads(line)
             answer: dict[str, Any] = {"number": request["number"]}
-            if request["op"] == "start":
+            if request["op"] == "preload":
+                self._preload(request["names"], request["env"])
+            elif request["op"] == "start":
                 answer["fresh"] = self._start(request["starts"], requests)
             elif request["op"] == "clear":
                 stay = {key: pid for key, pid in self._pids.items() if key in request["stay"]}
@@ -167,12 +170,22 @@ class _Server:
             self._socket.sendall(json.dumps(answer).encode() + b"\n")
         children.clear_up(self._pids, but=self._stuck)
 
+    def _preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
+        """Import these as a rank would, whose environment libraries read, and change, when they are imported."""
+        os.environ.clear()
+        os.environ.update(env)
+        _import(names)
+        after = os.environ.items()
+        self._set_by_imports = [(name, env.get(name), now) for name, now in after if env.get(name) != now]
+        os.environ.clear()
+        os.environ.update(self._env)
+
     def _start(self, starts: Sequence[Mapping[str, Any]], requests: Any) -> dict[int, str]:
         fresh = {}
         server = os.getpid()
         for start in starts:
             target = _Target.parse(start["argv"])
-            refusal = _refusal(target, start["env"], start["cwd"], self._env)
+            refusal = unforkable() or _refusal(target, start["env"], start["cwd"], self._env)
             pid = os.fork()
             if pid == 0:
                 try:
@@ -200,6 +213,7 @@ class _Server:
         os.environ.clear()
         ctypes.CDLL(None).clearenv()  # what libraries set behind python's back
         os.environ.update(env)
+        os.environ.update({name: now for name, was, now in self._set_by_imports if env.get(name) == was})
         os.chdir(cwd)
         _show_command(argv, env)
         if env.get("OMP_NUM_THREADS") != self._env.get("OMP_NUM_THREADS"):
@@ -232,6 +246,22 @@ class _Server:
         _run(target)
 
 
+def _import(names: Sequence[str]) -> None:
+    """Import what there is of these, for the forks that are to come."""
+    gc.disable()
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What imports have made is ours, and no rank's to take apart: torch has 170 of these, a rank's last 0.04 s.
+    for each in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        each.atexit = False
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 @dataclass(frozen=True)
 class _Target:
     """What a python command line runs."""
@@ -255,6 +285,19 @@ class _Target:
     def folder(self, cwd: str) -> str:
         """What python puts first on ``sys.path``."""
         return str(Path(cwd).resolve() if self.is_module else Path(cwd, self.name).resolve().parent)
+
+
+def unforkable(descriptors: Path = Path("/proc/self/fd")) -> str | None:
+    """Why an import has left this process such that no worker can be a fork of it, if one has."""
+    if threading.active_count() > 1:
+        return "an import has started a thread"  # which a fork would lack, with the locks that it holds
+    for each in descriptors.iterdir():
+        with contextlib.suppress(OSError):  # the one of this very list
+            opened = os.readlink(each)  # noqa: PTH115
+            # CUDA and NVML do not find out that they are in another process, which has none of their files.
+            if opened.startswith(_GPUS_FILES):
+                return f"an import has opened {opened}"
+    return None
 
 
 def _refusal(

@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,12 @@ class Workers:
                 self.fresh[start.local_rank] = "there is no fork server"
                 self._pids[start.local_rank] = self._spawn(start)
         return self.pids
+
+    def preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
+        """Have the fork server import what the workers will, in their environment; this does not wait for it."""
+        if self._server is not None and names:
+            with self._losing_the_server():
+                self._server.preload(names, env)
 
     def warm_up(self) -> None:
         """Wait until the fork server has its imports, so that a start takes no time."""
@@ -203,15 +209,21 @@ class Workers:
         """The server's answer; None without a server, whose children are then ours."""
         if self._server is None:
             return None
-        try:
+        with self._losing_the_server():
             answer = self._server.ask(op, **args)
+            self._pids = {int(local_rank): pid for local_rank, pid in answer["pids"].items()}
+            return answer
+        return None
+
+    @contextlib.contextmanager
+    def _losing_the_server(self) -> Iterator[None]:
+        """Go on without it where it is lost."""
+        try:
+            yield
         except ServerLost as error:
             _LOGGER.warning("the fork server is lost (%r): workers start afresh", error.__cause__)
             self._server = None
             self._served = False
-            return None
-        self._pids = {int(local_rank): pid for local_rank, pid in answer["pids"].items()}
-        return answer
 
     def _spawn(self, start: WorkerStart) -> int:
         program = str(Path(__file__).with_name("worker.py"))

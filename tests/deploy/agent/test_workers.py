@@ -21,7 +21,7 @@ from agents import freeze, processes_of, until
 from free_ports import free_port
 
 from nodekit.deploy.agent.ranks import worker
-from nodekit.deploy.agent.ranks.forkserver import ForkServer
+from nodekit.deploy.agent.ranks.forkserver import ForkServer, unforkable
 
 # The stand-in: one JSON call per line on stdin, its result on stdout.
 DRIVER = """
@@ -546,6 +546,68 @@ def test_what_a_fork_would_get_wrong_starts_afresh(driver: Drivers) -> None:
     for argv, env in FORKED:
         assert one.run(argv, env=env) == [(0, "said True\n")], argv
         assert one.call("fresh") == {}, (argv, env)
+
+
+LIBRARY = """
+import os
+maker, read = os.getpid(), [os.environ.get(name) for name in ("LIBRARY_READS", "ANOTHER")]
+os.environ["LIBRARY_SETS"] = "set"
+os.environ.setdefault("LOCAL_RANK", "0")
+"""
+USES_LIBRARY = """
+import os, library
+print("ours" if library.maker == os.getpid() else "the server's", library.read, *map(os.environ.get, NAMES))
+"""
+
+
+def test_what_workers_will_import_is_imported_once_in_their_environment(
+    driver: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "library.py").write_text(LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("ANOTHER", "the agent's")
+    one = driver([])
+    names = ("LIBRARY_READS", "ANOTHER", "LIBRARY_SETS", "LOCAL_RANK")
+    job = one.script(f"NAMES = {names}" + USES_LIBRARY)
+    env = {**one.env, "LIBRARY_READS": "read", "ANOTHER": "the workers'"}
+    one.call("preload", ["no.such.library", "library"], env)
+    found = one.run(job, job, env={"LIBRARY_READS": "read", "ANOTHER": "the workers'"})
+    said = "the server's ['read', \"the workers'\"] read the workers' set"
+    assert found == [(0, f"{said} 0\n"), (0, f"{said} 1\n")]
+    assert one.call("fresh") == {}
+    one.script("raise SystemExit('the user has a library of their own')", "library.py")
+    assert one.run(job)[0] == (1, "the user has a library of their own\n")
+    assert one.call("fresh") == {"0": "library.py hides a module of the same name"}
+
+
+def test_no_worker_is_forked_once_an_import_has_started_a_thread(
+    driver: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "library.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = driver([])
+    one.call("preload", ["library"], one.env)
+    assert one.run(one.script("import library; print('said')")) == [(0, "said\n")]
+    assert one.call("fresh") == {"0": "an import has started a thread"}
+
+
+def test_no_worker_is_forked_once_an_import_has_opened_a_gpu(tmp_path: Path) -> None:
+    for number, opened in enumerate(("/dev/null", "socket:[1]", "/home/dev/nvidia0")):
+        (tmp_path / str(number)).symlink_to(opened)
+    assert unforkable(tmp_path) is None
+    (tmp_path / "7").symlink_to("/dev/nvidiactl")
+    assert unforkable(tmp_path) == "an import has opened /dev/nvidiactl"
+
+
+def test_without_its_server_nothing_is_imported_before_the_start(driver: Drivers) -> None:
+    one = driver([])
+    assert one.server
+    os.kill(one.server, signal.SIGKILL)
+    one.call("preload", ["shlex"], one.env)
+    assert one.run(one.script("print('said')")) == [(0, "said\n")]
+    assert one.call("fresh") == {"0": "there is no fork server"}
 
 
 UP = "import sys, time\nprint('up', *sys.argv[1:], flush=True)\ntime.sleep(600)\n"
