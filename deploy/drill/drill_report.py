@@ -11,7 +11,11 @@ from typing import Any, Literal
 ROUNDING = 1e-3
 """Tolerance between two curves, relative to the curve's mean: sums over another number of ranks round differently,
 those of most GPU kernels each time, and the difference grows with the steps."""
-_ROUTINE = ("phase", "first-progress", "run-ended", "drill")
+_ROUTINE = (
+    "phase", "first-progress", "run-ended", "drill", "first-step", "sample", "snapshot", "evaluation", "replica-kept",
+    "replicas-gathered", "logs-removed", "logs-cut", "logs-not-bounded", "gpu-slow", "notify-failed",
+)  # fmt: skip
+"""Events that come without a fault, too."""
 _ROUTINE_STATES = ("running", "waiting", "succeeded")
 _WORDS = {
     "attempt-ended": "all ranks ended",

@@ -71,6 +71,8 @@ def broken(*members: str, factor: float = 1.0, resumed_at: int = 41, last: int =
         events=[
             *attempt("0.0", 0.0, "a", "b", "c"),
             {"kind": "phase", "time": 5.01, "phase": "start"},
+            {"kind": "sample", "time": 5.01, "node": "a"},
+            {"kind": "snapshot", "time": 5.01, "node": "b", "step": 50},
             {"kind": "node-state", "time": 5.02, "about": "a", "state": "waiting"},
             {"kind": "membership", "time": 5.3, "node": "a"},
             *attempt("0.1", 7.0, *members),
