@@ -70,7 +70,6 @@ ENGINES = {
     "horovod": EngineInfo(
         "Horovod, over gloo, on the CPU",
         libraries=("horovod",),
-        imports=("horovod.torch",),
         reforms=True,
         is_cpu_only=True,
     ),

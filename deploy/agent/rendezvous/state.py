@@ -29,7 +29,8 @@ class State(upstream._BackendRendezvousStateHolder):
         *,
         is_gone: Callable[[Any], bool],
         are_all_here: Callable[..., bool],
-        poll_s: Callable[[], float],
+        cache_s: Callable[[], float],
+        on_set: Callable[[], None],
     ) -> None:
         """Nothing is known yet.
 
@@ -38,10 +39,12 @@ class State(upstream._BackendRendezvousStateHolder):
             settings: upstream's.
             is_gone: whether a node's keepalive has ended.
             are_all_here: whether a round of these participants need not wait for anyone (``is_first_round``).
-            poll_s: how old a copy may be.
+            cache_s: how old a copy may be, in seconds.
+            on_set: called once this node has changed the state.
         """
-        super().__init__(backend, settings, cache_duration=poll_s())  # type: ignore[arg-type]  # it is only ever subtracted from a time
-        self._is_gone, self._are_all_here, self._poll_s = is_gone, are_all_here, poll_s
+        super().__init__(backend, settings, cache_duration=cache_s())  # type: ignore[arg-type]  # it is only ever subtracted from a time
+        self._is_gone, self._are_all_here = is_gone, are_all_here
+        self._cache_s, self._on_set = cache_s, on_set
         self._last_look = time.monotonic()
         self._silences: dict[Any, tuple[datetime, float]] = {}  # heartbeat, and the seconds watched since
         self._told_deadline = self._own_deadline = _NEVER
@@ -49,10 +52,13 @@ class State(upstream._BackendRendezvousStateHolder):
 
     def sync(self) -> bool | None:
         """Write the state, if it was changed, and read it."""
-        self._cache_duration = self._poll_s()  # type: ignore[assignment]  # it is only ever subtracted
+        self._cache_duration = self._cache_s()  # type: ignore[assignment]  # it is only ever subtracted
         if self._dirty and self._state.deadline is self._own_deadline:  # it will be written
             self._state.deadline = self._told_deadline
-        return super().sync()
+        has_set = super().sync()
+        if has_set:
+            self._on_set()
+        return has_set
 
     def _sanitize(self) -> None:
         state: Any = self._state
