@@ -6,8 +6,8 @@ seconds after the cut. It is the other kernel that acknowledges, so a node that 
 one is that misses torch's heartbeats; no clocks are compared. Both ends prove that they are of this run before anything
 is said (`agent_wire.Wire`). Standard library only.
 
-Over the same connections every agent is told at once that a node is lost, that nodes come in, or that a rank of some
-node has failed and the round is broken: where ranks wait in NCCL's kernels, nothing else ends their waiting soon.
+Over the same connections every agent is told at once that a node is lost, or that a rank of some node has failed and
+the round is broken: where ranks wait in NCCL's kernels, nothing else ends their waiting soon.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from nodekit.deploy.host.schema import Say
 _BEAT = b""
 _MAX_WIDENING = 8
 News = Mapping[str, Any]
-"""``broken``: the number of a round that is; ``explained``: whether a rank has said why. ``changed``: the state in the
-store. Of none, a node is lost."""
+"""``broken``: the number of a round that is; ``explained``: whether a rank has said why. Without, a node is lost."""
 
 
 def _end_when_unanswered(connection: socket.socket, keep_alive_s: float, lost_after: int) -> None:

@@ -14,8 +14,7 @@ tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What diffe
 - no times of two hosts' clocks are compared;
 - the loss of the store's host ends every call that waits for it;
 - what is in the store is signed (`signed_store.py`), and refused, before it is unpickled, if it is not;
-- a state that has to be asked for again is asked for after 0.05 s, at first earlier by few nodes, not after 1 s; and at
-  once where another node tells, over its keepalive, that it has changed it;
+- a state that has to be asked for again is asked for after 0.05 s, at first earlier by few nodes, not after 1 s;
 - the name of the caller, for an event that is recorded nowhere, is not looked up in the source files of the whole stack
   (by `inspect.stack`, twice for each event: half a second of a core for each round).
 """
@@ -32,7 +31,6 @@ import random
 import select
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,7 +62,6 @@ LAST_LOOK_S = 3.0
 _POLL_S = 0.05
 _SOON_S = 1.0  # so long few nodes ask more often: then most have met
 _POLL_S_A_NODE = 0.005
-_MOST_TOLD = 32  # of more nodes, each would hear that many times of each that comes in
 _HUB, _OUTCOME = "hub", "outcome"
 _T = TypeVar("_T")
 
@@ -118,8 +115,6 @@ class Rendezvous:
         self._say = say
         self._on_news = on_news
         self._broken_round = self._explained_round = -1
-        self._is_meeting = False
-        self._has_changed = threading.Event()  # the state, as another node tells
         self._keepalive_server: KeepaliveServer | None = None
         self._keepalive: Keepalive | None = None
         self._formed_size = 0
@@ -157,8 +152,7 @@ class Rendezvous:
             settings,
             is_gone=self.is_gone,
             are_all_here=self.are_all_here,
-            cache_s=self._cache_s,
-            on_set=self._tell_of_change,
+            poll_s=lambda: self.poll_s,
         )
         self._handler = upstream.DynamicRendezvousHandler(
             node, settings, backend.name, self._store, self._state
@@ -225,13 +219,6 @@ class Rendezvous:
         handler: Any = self._handler
         handler._bootstrap_store_info = handler._shared_tcp_store_server = ...
         self._soon_until = time.monotonic() + _SOON_S
-        self._is_meeting = True
-        try:
-            return self._form(handler, own)
-        finally:
-            self._is_meeting = False
-
-    def _form(self, handler: Any, own: dict[str, Any]) -> Formed:
         with self.lost_store_is_told():
             info = handler.next_rendezvous()
             if info.rank >= info.world_size:  # the state has changed between the two
@@ -247,16 +234,12 @@ class Rendezvous:
             store = self._signed.part(str(number))
             keys = [f"member/{rank}" for rank in range(info.world_size)]
             store.set(keys[info.rank], json.dumps(own))
-            self._tell_of_change()
             deadline = time.monotonic() + FORM_TIMEOUT_S
-            while True:
+            while (told := store.get_all(keys)) is None:
                 self._pause()
-                # First, for it clears what the wait below is for.
                 if self.num_nodes_waiting() or time.monotonic() > deadline:
                     raise FormAgain
-                if (told := store.get_all(keys)) is not None:
-                    break
-                self._has_changed.wait(self.poll_s)
+                time.sleep(self.poll_s)
             members = tuple(json.loads(text) for text in told)
         self._settings.timeout.to_last_call(self._spec.last_call_s)  # type: ignore[attr-defined]  # ours
         master_addr, master_port = members[0]["master"]
@@ -277,20 +260,11 @@ class Rendezvous:
             is_explained: whether the rank says why, so that nobody need wait for what others say.
         """
         news = {"broken": number, "explained": is_explained}
-        if self._keepalive_server is None:
-            self._hear(news)
-        self._tell(news)
-
-    def _tell(self, news: News) -> None:
         if self._keepalive_server is not None:
             self._keepalive_server.tell(news)
         elif self._keepalive is not None:
+            self._hear(news)
             self._keepalive.tell(news)
-
-    def _tell_of_change(self) -> None:
-        """Have the others, while this node meets them, look at the state at once."""
-        if self._is_meeting and self._spec.max_nodes <= _MOST_TOLD:
-            self._tell({"changed": True})
 
     def is_broken(self, number: int) -> bool:
         """Whether an agent has told so of a round."""
@@ -301,9 +275,6 @@ class Rendezvous:
         return self._explained_round >= number
 
     def _hear(self, news: News) -> None:
-        self._has_changed.set()
-        if self._is_meeting and news.get("changed"):
-            return
         number = news.get("broken", -1)
         if news.get("explained"):
             self._explained_round = max(self._explained_round, number)
@@ -402,17 +373,7 @@ class Rendezvous:
         self._pause()
         if self.is_lost:
             raise RendezvousConnectionError("the rendezvous host is gone")
-        if isinstance(seconds, tuple):
-            time.sleep(self.poll_s * random.random())  # noqa: S311
-        else:
-            self._has_changed.wait(min(seconds, self.poll_s))
-
-    def _cache_s(self) -> float:
-        """How old a copy of the state may be that is looked at now."""
-        if self._has_changed.is_set():
-            self._has_changed.clear()
-            return 0.0
-        return self.poll_s
+        time.sleep(self.poll_s * random.random() if isinstance(seconds, tuple) else min(seconds, self.poll_s))  # noqa: S311
 
     @property
     def poll_s(self) -> float:

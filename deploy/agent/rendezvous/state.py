@@ -29,8 +29,7 @@ class State(upstream._BackendRendezvousStateHolder):
         *,
         is_gone: Callable[[Any], bool],
         are_all_here: Callable[..., bool],
-        cache_s: Callable[[], float],
-        on_set: Callable[[], None],
+        poll_s: Callable[[], float],
     ) -> None:
         """Nothing is known yet.
 
@@ -39,12 +38,10 @@ class State(upstream._BackendRendezvousStateHolder):
             settings: upstream's.
             is_gone: whether a node's keepalive has ended.
             are_all_here: whether a round of these participants need not wait for anyone (``is_first_round``).
-            cache_s: how old a copy may be, in seconds.
-            on_set: called once this node has changed the state.
+            poll_s: how old a copy may be.
         """
-        super().__init__(backend, settings, cache_duration=cache_s())  # type: ignore[arg-type]  # it is only ever subtracted from a time
-        self._is_gone, self._are_all_here = is_gone, are_all_here
-        self._cache_s, self._on_set = cache_s, on_set
+        super().__init__(backend, settings, cache_duration=poll_s())  # type: ignore[arg-type]  # it is only ever subtracted from a time
+        self._is_gone, self._are_all_here, self._poll_s = is_gone, are_all_here, poll_s
         self._last_look = time.monotonic()
         self._silences: dict[Any, tuple[datetime, float]] = {}  # heartbeat, and the seconds watched since
         self._told_deadline = self._own_deadline = _NEVER
@@ -52,13 +49,10 @@ class State(upstream._BackendRendezvousStateHolder):
 
     def sync(self) -> bool | None:
         """Write the state, if it was changed, and read it."""
-        self._cache_duration = self._cache_s()  # type: ignore[assignment]  # it is only ever subtracted
+        self._cache_duration = self._poll_s()  # type: ignore[assignment]  # it is only ever subtracted
         if self._dirty and self._state.deadline is self._own_deadline:  # it will be written
             self._state.deadline = self._told_deadline
-        has_set = super().sync()
-        if has_set:
-            self._on_set()
-        return has_set
+        return super().sync()
 
     def _sanitize(self) -> None:
         state: Any = self._state

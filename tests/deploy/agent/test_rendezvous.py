@@ -242,37 +242,6 @@ def test_all_are_told_at_once_that_a_round_is_broken_or_a_node_lost(connect: Any
     assert not any(node.is_broken(2) for node in nodes)
 
 
-def test_nodes_that_meet_wake_each_other_and_those_that_train(
-    connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes = [connect(rank, nodes=3, min_nodes=2) for rank in range(3)]
-    own = threading.local()
-    monkeypatch.setattr(upstream, "_delay", lambda seconds: own.node._delay(seconds))
-    bells = [threading.Event() for _ in nodes]
-    for node, bell in zip(nodes, bells, strict=True):
-        node._on_news = bell.set
-
-    def form(node: Rendezvous) -> Formed:
-        own.node = node
-        return node.form({"name": node._spec.name, "nproc": 1})
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(form, nodes))
-        monkeypatch.setattr(
-            rendezvous.random, "random", float
-        )  # of a first round, a random part of the polls' time
-        for name in ("_POLL_S", "_POLL_S_A_NODE"):
-            monkeypatch.setattr(rendezvous, name, 60.0)  # longer than anybody waits here
-        assert [formed.round for formed in pool.map(form, nodes, timeout=20)] == [1, 1, 1]
-        for bell in bells:
-            bell.clear()
-        first = pool.submit(form, nodes[2])
-        assert all(bell.wait(20) for bell in bells[:2])
-        assert all(node.num_nodes_waiting() for node in nodes[:2])
-        assert [formed.round for formed in pool.map(form, nodes[:2], timeout=20)] == [2, 2]
-        assert first.result(20).round == 2
-
-
 def test_the_loss_of_the_store_ends_a_wait_for_it(connect: Any) -> None:
     host, other = connect(0, nodes=2), connect(1, nodes=2)
     waiting = threading.Thread(target=host.close)
