@@ -64,6 +64,10 @@ def of_drill(name: str, result: Mapping[str, Any], phases: Mapping[str, float], 
     curve, problem = result["curve"], str(result["problem"])
     if not problem and curve["sameness"] == "unknown":
         problem = "it was resumed, and there is no loss curve to compare"
+    if not problem and curve["sameness"] == "near":
+        problem = (
+            f"the losses are near the unbroken run's ({curve['text']}): wanted them to rounding at least"
+        )
     if not problem and curve["sameness"] == "same" and len(result["world_sizes"]) < 2:
         problem = (
             f"the losses are the unbroken run's to rounding alone ({curve['text']}): wanted them bit for bit"

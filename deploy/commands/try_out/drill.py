@@ -2,7 +2,8 @@
 
 Run the job once as it is, and then once per fault, with that fault in the middle. For each: when it was
 detected, when training went on, how many steps had to be done again, and whether the loss curve is still the
-unbroken run's: bit for bit, or to rounding, as where the world size changed meanwhile, or with most GPU kernels.
+unbroken run's: bit for bit, or to rounding, as where the world size changed meanwhile, or with most GPU kernels. With
+another number of ranks, layers such as dropout draw other numbers; then the curve has only to be near.
 
 Without a command the job is half a minute of kit's own training module. A job of your own (the inventory's,
 or after --) should be short, too. Nothing is left running or broken, and the inventory's own runs are left

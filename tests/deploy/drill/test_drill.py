@@ -128,7 +128,8 @@ def test_a_script_that_tells_no_steps_is_resumed_when_its_workers_are() -> None:
         pytest.param(broken("a", "b", "c", factor=1.0 + 1e-6), "same", "±5e-07", id="rounded as by GPUs"),
         pytest.param(broken("a", "b", "c", factor=1.1), "different", "step 41", id="as many ranks, too far"),
         pytest.param(broken("a", "b", factor=1.0 + 1e-6), "same", "±", id="rounded by another world size"),
-        pytest.param(broken("a", "b", factor=1.1), "different", "step 41", id="too far for rounding"),
+        pytest.param(broken("a", "b", factor=1.1), "near", "±5%", id="too far for rounding"),
+        pytest.param(broken("a", "b", factor=6.0), "different", "step 41", id="much is forgotten"),
         pytest.param(broken("a", "b", factor=float("nan")), "different", "step 41", id="nan"),
         pytest.param(
             broken("a", "b", resumed_at=61), "different", "lacks 10 steps from 51", id="steps left out"
@@ -141,6 +142,23 @@ def test_a_curve_is_compared_step_by_step(trace: Trace, sameness: str, says: str
     found = compare(UNBROKEN, trace)
     assert found.sameness == sameness
     assert says in found.text
+
+
+def test_what_a_job_that_learns_nothing_has_lost_is_not_known() -> None:
+    flat = [Step(each.time, each.step, 1.0) for each in UNBROKEN.steps]
+    trace = Trace(events=broken("a", "b").events, steps=curve(1, 100, 0.0, factor=1.1), nproc=NPROC)
+    found = compare(Trace(events=UNBROKEN.events, steps=flat, nproc=NPROC), trace)
+    assert found.sameness == "different"
+
+
+def test_a_curve_of_another_number_of_ranks_may_be_near() -> None:
+    result = judge(
+        "node", where="c", at=5.0, unbroken=UNBROKEN, trace=broken("a", "b", factor=1.1), problem=""
+    )
+    assert sentence(result) == (
+        "survived; the curve is near the unbroken run's (±5%): with another number of ranks, layers such as dropout "
+        "draw other numbers"
+    )
 
 
 @pytest.mark.parametrize(
