@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
+from free_ports import free_port
 
 from nodekit.training.engine_info import EngineError
 from nodekit.training.engines import build_horovod
@@ -99,6 +100,48 @@ def test_ranks_may_leave_out_different_parameters(
     found = losses(tmp_path)
     assert found == pytest.approx(by_ddp, abs=apart)
     assert (max(abs(loss - by_ddp[step]) for step, loss in found.items()) > 2e-6) == bool(switches)
+
+
+LEAVES = """
+import os, signal, time
+from pathlib import Path
+from nodekit.training import rank
+from nodekit.training.engines import horovod
+from nodekit.training.options.arguments import read
+from nodekit.training.process.stop import leave
+
+options = read(["--engine", "horovod"])
+with rank._world(options) as world:
+    horovod._init(options, world)
+    pids = world.gather(os.getpid())
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while ") T " not in Path(f"/proc/{pids[1]}/stat").read_text():
+        time.sleep(0.01)
+leave(7)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_ends_though_horovods_threads_wait_for_one_that_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    ranks = {**os.environ, **warm_python.environment(), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+    ranks |= {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    leaving, stopped = (
+        subprocess.Popen(
+            [warm_python.program(), "leaves.py"],
+            cwd=tmp_path,
+            env={**ranks, "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in "01"
+    )
+    try:
+        assert leaving.wait(100) == 7
+        assert stopped.poll() is None
+    finally:
+        for each in (leaving, stopped):
+            each.kill()
+            each.wait()
 
 
 @pytest.mark.slow

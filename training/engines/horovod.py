@@ -88,7 +88,7 @@ def _sendable(grad: torch.Tensor) -> torch.Tensor:
 def _init(options: Options, world: World) -> Any:
     """Start Horovod on all ranks, and return ``horovod.torch``."""
     try:
-        importlib.import_module("horovod.torch.mpi_ops")  # horovod.torch only prints this error
+        ops = importlib.import_module("horovod.torch.mpi_ops")  # horovod.torch only prints this error
         hvd = importlib.import_module("horovod.torch")
     except (ImportError, OSError) as error:
         raise EngineError(
@@ -128,7 +128,7 @@ def _init(options: Options, world: World) -> Any:
             hvd.init()
         _connections.clear()
         _connections.update(own)
-        atexit.unregister(hvd.shutdown)
+        atexit.unregister(ops._basics.shutdown)  # which has no end where another rank's threads have none
         atexit.unregister(_leave)  # of an earlier attempt
         atexit.register(_leave, hvd)
         world.gather(None)  # all ranks have used the server
