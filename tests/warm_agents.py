@@ -178,7 +178,7 @@ class _Maker(warm_python._Maker):
             ]
             self._env = asked["env"]
             argv = ["python", *asked["argv"]]
-            self._become({**asked, "argv": argv}, forkserver._Target.parse(argv))
+            self._become({**asked, "argv": argv}, forkserver.Target.parse(argv))
         finally:
             os._exit(1)
 

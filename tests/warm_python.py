@@ -185,7 +185,7 @@ class _Maker(forkserver._Server):
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             argv = ["python", *asked["argv"]]
             env = {name: value for name, value in asked["env"].items() if name != TORCHS_OWN}
-            target = forkserver._Target.parse(argv)
+            target = forkserver.Target.parse(argv)
             self._ignore(asked["ignored"])
             if why := forkserver._refusal(target, self._as_ours(env), asked["cwd"], self._env):
                 names = why.partition("environment differs in ")[2]

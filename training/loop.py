@@ -31,7 +31,7 @@ from nodekit.training.snapshots.files.manifest import Loaded
 from nodekit.training.snapshots.hostcopy import gather_for_others, holds_gathered, off_the_gpu
 from nodekit.training.snapshots.opening import open_snapshots
 from nodekit.training.snapshots.saver import Saver
-from nodekit.training.steps.guarded import GuardedUpdates, NotShared, can_guard
+from nodekit.training.steps.guarded import GuardedUpdates, can_guard, shared_flag
 from nodekit.training.steps.local_sgd import LocalSgd
 from nodekit.training.steps.not_finite import check_loss, check_weights
 from nodekit.training.steps.optimizers import is_fused, load_state
@@ -144,10 +144,12 @@ class Loop:
 
     def _watch_updates(self, optimizer: torch.optim.Optimizer) -> LastWholeStep | GuardedUpdates:
         if self.world.aborts_nccl and can_guard(optimizer, scales=self.options.amp == "fp16"):
-            try:
-                return GuardedUpdates(self.module, optimizer, self.world.device)
-            except NotShared as error:
-                log.warning("each step waits for its gradients: %s", error)
+            flag = shared_flag(self.world.device)
+            if all(self.world.gather(flag is not None)):  # all ranks read the sums of a step at the same time
+                assert flag is not None
+                return GuardedUpdates(self.module, optimizer, flag)
+            if self.world.is_main:
+                log.warning("each step waits for its gradients: not all GPUs can read their hosts' memory")
         return LastWholeStep(self.module)
 
     def _make_reporting(self, folder: Path, best: Mapping[str, Any]) -> None:

@@ -139,7 +139,8 @@ def train(options: Options, parent: Parent | None = None) -> int:
         return refused(error)
     if world.stands_by:
         for name in (*imports_of(options), *ENGINES[options.engine].libraries):
-            importlib.import_module(name)
+            with suppress(Exception):  # as in `_make_one_model`
+                importlib.import_module(name)
         _make_one_model(options, world, task)
         world = reform.attempt_of(world, lambda: _world(options))
     gc.freeze()

@@ -221,7 +221,7 @@ def compare(reference: Trace, trace: Trace) -> Curve:
     far = next((step for step, each in apart.items() if not each <= ROUNDING), None)
     if far is None:
         return Curve("same", f"±{greatest:.0e}", greatest)
-    if set(world_sizes(trace)) != set(world_sizes(reference)) and _is_near(wanted, found, far):
+    if world_sizes(trace) != world_sizes(reference) and _is_near(wanted, found, far):
         return Curve("near", f"±{greatest:.0%}", greatest)
     return Curve("different", f"differs from step {far} on", greatest)
 
@@ -319,8 +319,8 @@ def sentence(result: Result) -> str:
     curve = {
         "equal": "; the curve equals the unbroken run's, bit for bit",
         "same": f"; the curve is the unbroken run's to rounding ({result.curve.text})",
-        "near": f"; the curve is near the unbroken run's ({result.curve.text}): with another number of ranks, layers "
-        "such as dropout draw other numbers",
+        "near": f"; the curve is near the unbroken run's ({result.curve.text}), as it is to be if there is dropout: "
+        "with another number of ranks it draws other numbers",
     }
     return result.outcome + curve.get(result.curve.sameness, "")
 

@@ -11,8 +11,7 @@ import torch
 from nodekit.training.group import nccl
 from nodekit.training.loop import Loop
 from nodekit.training.snapshots.emergency import LastWholeStep
-from nodekit.training.steps import guarded
-from nodekit.training.steps.guarded import GuardedUpdates, NotShared, can_guard
+from nodekit.training.steps.guarded import GuardedUpdates, can_guard, shared_flag
 
 CPU = torch.device("cpu")
 
@@ -26,7 +25,9 @@ class Trained:
             torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
         )
         self.optimizer = how(self.module.parameters(), lr=0.1, fused=True)  # type: ignore[call-arg]
-        self.updates = GuardedUpdates(self.module, self.optimizer, CPU)
+        flag = shared_flag(CPU)
+        assert flag is not None
+        self.updates = GuardedUpdates(self.module, self.optimizer, flag)
         self.step = 0
 
     def forward(self) -> None:
@@ -102,21 +103,21 @@ def test_without_a_loaded_step_none_is_found_before_the_first_update(trained: Tr
     assert trained.updates.found() is None
 
 
-def test_each_step_waits_where_a_device_cannot_read_what_the_host_says(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("flags", "kind"), [((True, True), GuardedUpdates), ((True, False), LastWholeStep)])
+def test_all_ranks_wait_in_each_step_where_one_gpu_cannot_read_what_its_host_says(
+    flags: tuple[bool, ...], kind: type, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(_: torch.device) -> None:
-        raise NotShared("no")
-
     module = torch.nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
-    loop = SimpleNamespace(
-        world=SimpleNamespace(aborts_nccl=True, device=CPU), options=SimpleNamespace(amp="off"), module=module
-    )
-    assert isinstance(Loop._watch_updates(loop, optimizer), GuardedUpdates)  # type: ignore[arg-type]
-    monkeypatch.setattr(guarded, "shared_flag", refuse)
-    assert isinstance(Loop._watch_updates(loop, optimizer), LastWholeStep)  # type: ignore[arg-type]
-    assert "each step waits for its gradients: no" in caplog.text
+    world = SimpleNamespace(aborts_nccl=True, device=CPU, is_main=True, gather=lambda own: (own, *flags[1:]))
+    loop = SimpleNamespace(world=world, options=SimpleNamespace(amp="off"), module=module)
+    assert type(Loop._watch_updates(loop, optimizer)) is kind  # type: ignore[arg-type]
+    assert ("each step waits for its gradients" in caplog.text) == (kind is LastWholeStep)
+
+
+def test_a_device_that_cannot_read_the_hosts_memory_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert shared_flag(torch.device("cuda", 0)) is None  # there is no CUDA in this torch
+    assert "cuda:0 cannot read the host's memory" in caplog.text
 
 
 def test_what_fails_before_the_abort_does_not_keep_it_from_happening(

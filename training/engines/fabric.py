@@ -18,6 +18,9 @@ class Engine(single.Engine):
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         world = self.world
         strategies = importlib.import_module("lightning_fabric.strategies")
+        # Read from RANK when it is imported, which the process may have been that this one is forked from.
+        ranks = importlib.import_module("lightning_fabric.utilities.rank_zero")
+        ranks.rank_zero_only.rank = world.rank
         ddp = strategies.DDPStrategy(find_unused_parameters=self.options.find_unused)
         self._fabric = importlib.import_module("lightning_fabric").Fabric(
             accelerator=world.device.type,

@@ -69,7 +69,7 @@ def leave() -> None:
         if _before_abort is not None:
             try:
                 _before_abort()
-            except RuntimeError:  # the GPU's; whoever gave it does not know its step then
+            except RuntimeError:  # nothing is to keep the collectives from ending
                 log.exception("before the abort")
         if dist.is_initialized():
             _is_aborted = True

@@ -30,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
             option for action in self._actions for option in action.option_strings if option.startswith("--")
         ]
         if message.startswith("unrecognized arguments: "):
-            given = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
+            given = (message.removeprefix("unrecognized arguments: ").split("=")[0].split() or [""])[0]
             near = _INSTEAD.get(_flag(given[2:])) or "".join(get_close_matches(given, known, n=1))
             message += f"{f' (did you mean {near}?)' if near else ''}; the options are: {', '.join(known)}"
         raise OptionsError(f"{self.prog}: {message}")

@@ -5,6 +5,7 @@ of 38 ms took 43). So the GPU itself leaves updates out, once this process has l
 makes.
 """
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from nodekit.training.group import nccl
+
+log = logging.getLogger("nodekit.training")
 
 _AHEAD = 4
 """So many updates may be launched that are not known to be made; a step's sums are read before the next but one's."""
@@ -29,33 +32,25 @@ def can_guard(optimizer: torch.optim.Optimizer, *, scales: bool) -> bool:
     return is_adam and all(group.get("fused") for group in optimizer.param_groups) and not scales
 
 
-class NotShared(RuntimeError):
-    """This device, or this torch, cannot read the host's memory."""
-
-
-def shared_flag(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def shared_flag(device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return a number, float32, 0, in the host's memory: as the host writes it, and as the device's kernels read it.
 
     So the host tells the device something without a kernel or a copy, for which the driver has no room where a
-    thousand kernels wait for the device.
-
-    Raises:
-        NotShared: this is not possible here.
+    thousand kernels wait for the device. None if the device, or this torch, cannot read the host's memory.
     """
     if device.type == "cpu":
         flag = torch.zeros((), dtype=torch.float32)
         return flag, flag
-    with torch.cuda.device(device):
-        flag = torch.zeros(1, dtype=torch.float32, pin_memory=True)
-        # Pinned memory has the same address on the device ("unified addressing" in CUDA's Programming Guide).
-        place = {"data": (flag.data_ptr(), False), "shape": (1,), "typestr": "<f4", "version": 3}
-        try:
+    try:
+        with torch.cuda.device(device):
+            flag = torch.zeros(1, dtype=torch.float32, pin_memory=True)
+            # Pinned memory has the same address on the device ("unified addressing" in CUDA's Programming Guide).
+            place = {"data": (flag.data_ptr(), False), "shape": (1,), "typestr": "<f4", "version": 3}
             seen = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device=device)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise NotShared(f"{device} cannot read the host's memory: {error}") from error
-    if seen.data_ptr() != flag.data_ptr():
-        raise NotShared(f"torch has copied to {device} what it was to read in the host's memory")
-    return flag[0], seen[0]
+    except (RuntimeError, TypeError, ValueError) as error:
+        log.warning("%s cannot read the host's memory: %s", device, error)
+        return None
+    return (flag[0], seen[0]) if seen.data_ptr() == flag.data_ptr() else None  # it may have been copied
 
 
 class GuardedUpdates:
@@ -64,16 +59,15 @@ class GuardedUpdates:
     is_known_late = True
 
     def __init__(
-        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        flag: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """No step is whole yet. From now on, the optimizer's updates count.
-
-        Raises:
-            NotShared: the device cannot be told that this process has left.
-        """
-        self._has_left, self._seen_to_have_left = shared_flag(device)
-        self._left_out = torch.zeros((), dtype=torch.float32, device=device)
-        self._num_made = torch.zeros((), device=device, dtype=torch.int64)
+        """No step is whole yet. From now on, the optimizer's updates count; ``flag`` is a `shared_flag`."""
+        self._has_left, self._seen_to_have_left = flag
+        self._left_out = torch.zeros_like(flag[1])
+        self._num_made = torch.zeros_like(flag[1], dtype=torch.int64)
         self._num_begun = 0
         self._is_known = True
         self._buffers = list(module.buffers())
@@ -98,8 +92,8 @@ class GuardedUpdates:
 
     def update_begins(self) -> None:
         """All that the update needs has been launched before."""
-        # A copy: what another thread sets must not divide an update, which takes several kernels. Not by `copy_`, which
-        # would have the driver copy from one place of the GPU's own memory to another.
+        # A copy: what another thread sets must not divide an update, which takes several kernels. By a kernel, which
+        # reads the host's memory: for `copy_` both are tensors of the device, and it copies within that.
         torch.mul(self._seen_to_have_left, 1, out=self._left_out)
         self._num_made += 1 - self._left_out.to(torch.int64)
         self._num_begun += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import re
@@ -23,7 +24,7 @@ from nodekit.deploy.agent.ranks.failures import (
     may_be_the_kernels,
     tells_its_end,
 )
-from nodekit.deploy.agent.ranks.forkserver import ForkServer
+from nodekit.deploy.agent.ranks.forkserver import ForkServer, Target
 from nodekit.deploy.agent.ranks.messages import Kind, Messages
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
 from nodekit.deploy.agent.rendezvous.formed import Formed
@@ -64,7 +65,7 @@ class Attempts:
         self._grace_s = spec.grace_s
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self.workers = Workers(server)
-        self.workers.preload(_imports(spec.argv), self._base_environment())
+        self.workers.preload(imports_for(spec.argv), self._base_environment())
         self._attempt = ""
         self._are_new = False  # whether those that stay are of a node that joins, and in no attempt yet
         self._is_lost: Callable[[], bool] = lambda: False
@@ -80,7 +81,6 @@ class Attempts:
 
         Only kit's training module can wait for its attempt like that; of other programs the imports are made ready.
         """
-        self.workers.warm_up()
         if TRAINING not in itertools.pairwise(spec.argv) or self.workers.pids:
             return
         self._messages.prepare(range(spec.nproc_per_node))
@@ -422,13 +422,16 @@ class Attempts:
         return kernel.said(pids, age_s=self.seconds, kills_before=self._kills)
 
 
-def _imports(argv: Sequence[str]) -> list[str]:
+def imports_for(argv: Sequence[str]) -> list[str]:
     """What kit's training module will import for its options; of other programs that is not known."""
-    for number, words in enumerate(itertools.pairwise(argv)):
-        if words == TRAINING:
-            with contextlib.suppress(OptionsError):  # the ranks say so
-                return imports_of(read(argv[number + 2 :]))
-    return []
+    target = Target.parse(argv)
+    if target is None or not target.is_module or target.name != TRAINING[1]:
+        return []
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return imports_of(read(target.args))
+    except (OptionsError, SystemExit):  # the ranks say what is wrong, or how the module is used
+        return []
 
 
 def _name_threads() -> None:

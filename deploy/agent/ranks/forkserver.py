@@ -23,11 +23,13 @@ import json
 import os
 import re
 import runpy
+import select
 import signal
 import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
@@ -39,7 +41,8 @@ from typing import Any, NoReturn
 
 from nodekit.deploy.agent.ranks import children, worker
 
-ANSWER_TIMEOUT_S = 240.0  # the first answer waits for the imports, which may come over NFS
+ANSWER_TIMEOUT_S = 120.0
+IMPORTS_S = 240.0  # for the imports, which may come over NFS
 _FLUSH_FAILED = 120  # python's exit status when what was printed could not be written
 _TRAINING = "nodekit.training"
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
@@ -64,6 +67,8 @@ class ForkServer:
         self._socket = connection
         self._answers = connection.makefile("rb")
         self._number = 0
+        self._is_ready = True
+        self._asked_at = 0.0
 
     @classmethod
     def start(cls, preload: Sequence[str]) -> ForkServer:
@@ -97,26 +102,49 @@ class ForkServer:
         """Have the server do something."""
         try:
             self._send(op, args)
-            while True:
-                answer: dict[str, Any] = json.loads(self._answers.readline())
-                if answer["number"] == self._number:
-                    return answer
+            answer = self._answer()
         except (OSError, ValueError) as error:
             self.close()
             raise ServerLost from error
+        self._is_ready = True
+        return answer
 
     def preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
-        """Have the server import more, in this environment, without waiting for that; the next answer does."""
+        """Have the server import more, in this environment; `is_ready` tells when it has."""
         try:
             self._send("preload", {"names": [*names], "env": dict(env)})
         except OSError as error:
             self.close()
             raise ServerLost from error
+        self._is_ready, self._asked_at = False, time.monotonic()
+
+    def is_ready(self) -> bool:
+        """Whether the server has all its imports, so that it answers at once.
+
+        Raises:
+            ServerLost: it has ended, or its imports take longer than `IMPORTS_S`.
+        """
+        try:
+            if not self._is_ready and select.select([self._socket], [], [], 0)[0]:
+                self._answer()
+                self._is_ready = True
+            if not self._is_ready and time.monotonic() > self._asked_at + IMPORTS_S:
+                raise TimeoutError(f"the imports take longer than {IMPORTS_S:.0f} s")
+        except (OSError, ValueError) as error:
+            self.close()
+            raise ServerLost from error
+        return self._is_ready
 
     def _send(self, op: str, args: Mapping[str, Any]) -> None:
-        # An answer that was never read, as of `preload` or because of an exception, is not taken for the next one.
+        # An answer that was never read, because of an exception, is not taken for the next one.
         self._number += 1
         self._socket.sendall(json.dumps({"number": self._number, "op": op, **args}).encode() + b"\n")
+
+    def _answer(self) -> dict[str, Any]:
+        while True:
+            answer: dict[str, Any] = json.loads(self._answers.readline())
+            if answer["number"] == self._number:
+                return answer
 
     def close(self) -> None:
         """End the server, and with it its workers."""
@@ -171,10 +199,12 @@ class _Server:
         children.clear_up(self._pids, but=self._stuck)
 
     def _preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
-        """Import these as a rank would, whose environment libraries read, and change, when they are imported."""
+        """Import these in what is common to the environments of all ranks: libraries read it then, and change it."""
+        worker.die_with(self._agent)  # no worker is started yet that would have to be ended first
         os.environ.clear()
         os.environ.update(env)
         _import(names)
+        worker.die_with(None)
         after = os.environ.items()
         self._set_by_imports = [(name, env.get(name), now) for name, now in after if env.get(name) != now]
         os.environ.clear()
@@ -184,7 +214,7 @@ class _Server:
         fresh = {}
         server = os.getpid()
         for start in starts:
-            target = _Target.parse(start["argv"])
+            target = Target.parse(start["argv"])
             refusal = unforkable() or _refusal(target, start["env"], start["cwd"], self._env)
             pid = os.fork()
             if pid == 0:
@@ -202,7 +232,7 @@ class _Server:
                 fresh[start["local_rank"]] = refusal
         return fresh
 
-    def _become(self, start: Mapping[str, Any], target: _Target | None) -> NoReturn:
+    def _become(self, start: Mapping[str, Any], target: Target | None) -> NoReturn:
         argv, env, cwd = list(start["argv"]), dict(start["env"]), start["cwd"]
         torch = sys.modules.get("torch")
         if target is None or (torch and torch.cuda._is_in_bad_fork()):  # a preload has woken CUDA
@@ -263,7 +293,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Target:
+class Target:
     """What a python command line runs."""
 
     name: str
@@ -271,7 +301,7 @@ class _Target:
     args: list[str]
 
     @classmethod
-    def parse(cls, argv: Sequence[str]) -> _Target | None:
+    def parse(cls, argv: Sequence[str]) -> Target | None:
         """The target of ``python [-u] SCRIPT|-m MODULE ARGS...``; None of anything else."""
         rest = list(argv[1:])
         if rest[:1] == ["-u"] and getattr(sys.stdout, "write_through", False):
@@ -301,7 +331,7 @@ def unforkable(descriptors: Path = Path("/proc/self/fd")) -> str | None:
 
 
 def _refusal(
-    target: _Target | None, env: Mapping[str, str], cwd: str, server_env: Mapping[str, str]
+    target: Target | None, env: Mapping[str, str], cwd: str, server_env: Mapping[str, str]
 ) -> str | None:
     """Why the worker cannot be a fork of this process, if it cannot."""
     if target is None:
@@ -460,7 +490,7 @@ def _show_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
         ctypes.memmove(arg_start, command.ljust(size, b"\0")[: size - 1] + b"\0", size)
 
 
-def _run(target: _Target) -> NoReturn:
+def _run(target: Target) -> NoReturn:
     """Run the target as python does, and end as it does."""
     status, interrupted = 0, False
     names = sys.modules["__main__"].__dict__

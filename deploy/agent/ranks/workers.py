@@ -73,6 +73,7 @@ class Workers:
         self._handles: dict[int, int] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ends.register(self._bell, select.POLLIN)
+        self._known: set[str] = set()  # the reasons for that, in earlier rounds too
         self.fresh: dict[int, str] = {}
         """Local rank → why this worker of the round is not a fork."""
         self.stuck: list[Stuck] = []
@@ -98,6 +99,9 @@ class Workers:
         answer = self._ask("start", starts=requests)
         if answer is not None:
             self.fresh = {int(local_rank): why for local_rank, why in answer["fresh"].items()}
+            for why in {*self.fresh.values()} - self._known:
+                _LOGGER.warning("ranks are no forks, and import everything themselves: %s", why)
+                self._known.add(why)
         else:
             for start in starts:
                 self.fresh[start.local_rank] = "there is no fork server"
@@ -105,14 +109,19 @@ class Workers:
         return self.pids
 
     def preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
-        """Have the fork server import what the workers will, in their environment; this does not wait for it."""
-        if self._server is not None and names:
+        """Have the fork server import what the workers will, in their environment; `warm_up` waits for it."""
+        if self._server is not None:
             with self._losing_the_server():
                 self._server.preload(names, env)
 
-    def warm_up(self) -> None:
-        """Wait until the fork server has its imports, so that a start takes no time."""
-        self._ask("poll")
+    def warm_up(self, pause: Callable[[], None]) -> None:
+        """Wait until the fork server has its imports, so that a start takes no time; what `pause` raises ends that."""
+        while self._server is not None:
+            with self._losing_the_server():
+                if self._server.is_ready():
+                    return
+                pause()
+                time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a worker ends that was still there at the last `poll`, at most that long: it costs nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from agents import freeze, processes_of, until
 from free_ports import free_port
 
 from nodekit.deploy.agent.ranks import worker
+from nodekit.deploy.agent.ranks.attempt import imports_for
 from nodekit.deploy.agent.ranks.forkserver import ForkServer, unforkable
 
 # The stand-in: one JSON call per line on stdin, its result on stdout.
@@ -43,6 +45,10 @@ for line in sys.stdin:
     name, args = json.loads(line)
     if name == "start":
         result = workers.start([WorkerStart(**{**start, "argv": tuple(start["argv"])}) for start in args])
+    elif name == "warm_up":
+        looks = []
+        workers.warm_up(lambda: looks.append(1))
+        result = len(looks)
     else:
         result = getattr(workers, name)
         result = result(*args) if callable(result) else result
@@ -549,7 +555,8 @@ def test_what_a_fork_would_get_wrong_starts_afresh(driver: Drivers) -> None:
 
 
 LIBRARY = """
-import os
+import os, time
+time.sleep(float(os.environ.get("LIBRARY_TAKES", 0)))
 maker, read = os.getpid(), [os.environ.get(name) for name in ("LIBRARY_READS", "ANOTHER")]
 os.environ["LIBRARY_SETS"] = "set"
 os.environ.setdefault("LOCAL_RANK", "0")
@@ -570,7 +577,9 @@ def test_what_workers_will_import_is_imported_once_in_their_environment(
     names = ("LIBRARY_READS", "ANOTHER", "LIBRARY_SETS", "LOCAL_RANK")
     job = one.script(f"NAMES = {names}" + USES_LIBRARY)
     env = {**one.env, "LIBRARY_READS": "read", "ANOTHER": "the workers'"}
-    one.call("preload", ["no.such.library", "library"], env)
+    one.call("preload", ["no.such.library", "library"], {**env, "LIBRARY_TAKES": "0.3"})
+    assert one.call("warm_up") > 3  # times it has paused meanwhile
+    assert one.call("warm_up") == 0
     found = one.run(job, job, env={"LIBRARY_READS": "read", "ANOTHER": "the workers'"})
     said = "the server's ['read', \"the workers'\"] read the workers' set"
     assert found == [(0, f"{said} 0\n"), (0, f"{said} 1\n")]
@@ -599,6 +608,36 @@ def test_no_worker_is_forked_once_an_import_has_opened_a_gpu(tmp_path: Path) -> 
     assert unforkable(tmp_path) is None
     (tmp_path / "7").symlink_to("/dev/nvidiactl")
     assert unforkable(tmp_path) == "an import has opened /dev/nvidiactl"
+
+
+def test_a_start_waits_for_imports_that_nobody_has_waited_for(
+    driver: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "library.py").write_text(LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = driver([])
+    one.call("preload", ["library"], {**one.env, "LIBRARY_TAKES": "0.3"})
+    assert one.run(one.script("NAMES = ()" + USES_LIBRARY)) == [(0, "the server's [None, None]\n")]
+    assert one.call("warm_up") == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "first"),
+    [
+        (("python", "-m", "nodekit.training", "--task", "text"), "nodekit.training.engines.ddp"),
+        (("python", "-m", "nodekit.training", "--engine", "fabric"), "nodekit.training.engines.fabric"),
+        (("python", "-m", "nodekit.training", "--help"), None),
+        (("python", "-m", "nodekit.training", ""), None),
+        (("python", "-m", "nodekit.training", "--no-such-option"), None),
+        (("numactl", "python", "-m", "nodekit.training"), None),
+        (("python", "train.py", "-m", "nodekit.training"), None),
+    ],
+)
+def test_only_what_kits_module_will_import_is_known_before(argv: tuple[str, ...], first: str | None) -> None:
+    names = imports_for(argv)
+    assert names[:1] == ([first] if first else [])
+    for name in names:
+        importlib.import_module(name)
 
 
 def test_without_its_server_nothing_is_imported_before_the_start(driver: Drivers) -> None:

@@ -156,8 +156,8 @@ def test_a_curve_of_another_number_of_ranks_may_be_near() -> None:
         "node", where="c", at=5.0, unbroken=UNBROKEN, trace=broken("a", "b", factor=1.1), problem=""
     )
     assert sentence(result) == (
-        "survived; the curve is near the unbroken run's (±5%): with another number of ranks, layers such as dropout "
-        "draw other numbers"
+        "survived; the curve is near the unbroken run's (±5%), as it is to be if there is dropout: with another number "
+        "of ranks it draws other numbers"
     )
 
 
