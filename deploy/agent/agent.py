@@ -128,9 +128,8 @@ class Agent:
         # Orphaned it is until it has found its way back: the supervisor goes by that.
         state = "orphaned" if self._is_orphan else "starting"
         self._record.update(state=state, generation=spec.generation, workers=[], blocked="")
-        self._attempts.workers.warm_up(
-            self._pause
-        )  # here, where it holds up nobody who is told something meanwhile
+        # Before it meets the others: whoever waits here still hears what it is told.
+        self._attempts.workers.warm_up(self._pause)
         if spec.joins:
             self._attempts.stand_by(spec, self._pause)  # nobody else is to wait for our imports and data
         wake = self._attempts.workers.wake
