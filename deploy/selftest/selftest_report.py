@@ -139,9 +139,8 @@ def of_memory(lines: Mapping[str, Iterable[str]]) -> Part:
     bad = {engine: mib for engine, mib in kept.items() if mib > KEPT_MIB}
     text = f"a rank that is started again finds at most {max(0, *kept.values())} MiB less free GPU memory"
     if bad:
-        text = "GPU memory was not free when ranks were started again: " + ", ".join(
-            f"{engine}: {mib} MiB" for engine, mib in bad.items()
-        )
+        sizes = ", ".join(f"{engine}: {mib} MiB" for engine, mib in bad.items())
+        text = f"GPU memory was not free when ranks were started again, unless others have used it since: {sizes}"
     return Part(name="memory", outcome="failed" if bad else "passed", text=text, values={"kept_mib": kept})
 
 
