@@ -1,7 +1,6 @@
 """One rank, from its options to its exit status."""
 
 import gc
-import importlib
 import importlib.util
 import logging
 import os

@@ -24,7 +24,7 @@ from nodekit.deploy.agent.ranks.failures import (
     may_be_the_kernels,
     tells_its_end,
 )
-from nodekit.deploy.agent.ranks.forkserver import ForkServer, Target
+from nodekit.deploy.agent.ranks.forkserver import TRAINING, ForkServer, Target
 from nodekit.deploy.agent.ranks.messages import Kind, Messages
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
 from nodekit.deploy.agent.rendezvous.formed import Formed
@@ -37,7 +37,6 @@ from nodekit.deploy.host.schema import EventKind, WorkerFailure
 from nodekit.training.imports import imports_of
 from nodekit.training.options.arguments import OptionsError, read
 
-TRAINING = ("-m", "nodekit.training")
 LOG_TAIL_BYTES = 64 * 1024
 _EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
 STAND_BY_S = 600.0  # for the imports and the data of ranks that join
@@ -81,7 +80,7 @@ class Attempts:
 
         Only kit's training module can wait for its attempt like that; of other programs the imports are made ready.
         """
-        if TRAINING not in itertools.pairwise(spec.argv) or self.workers.pids:
+        if ("-m", TRAINING) not in itertools.pairwise(spec.argv) or self.workers.pids:
             return
         self._messages.prepare(range(spec.nproc_per_node))
         self._record.make_snapshot_dir()
@@ -425,7 +424,7 @@ class Attempts:
 def imports_for(argv: Sequence[str]) -> list[str]:
     """What kit's training module will import for its options; of other programs that is not known."""
     target = Target.parse(argv)
-    if target is None or not target.is_module or target.name != TRAINING[1]:
+    if target is None or not target.is_training:
         return []
     try:
         with contextlib.redirect_stdout(io.StringIO()):

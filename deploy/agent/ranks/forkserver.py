@@ -32,7 +32,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -44,9 +44,9 @@ from nodekit.deploy.agent.ranks import children, worker
 ANSWER_TIMEOUT_S = 120.0
 IMPORTS_S = 240.0  # for the imports, which may come over NFS
 _FLUSH_FAILED = 120  # python's exit status when what was printed could not be written
-_TRAINING = "nodekit.training"
+TRAINING = "nodekit.training"
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
-_GPUS_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci")
+_GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci")
 # Variables that python, libc, torch and its libraries read once, when they start or are imported.
 _READ_AT_START = re.compile(
     r"(?!TORCHELASTIC_|TORCH_NCCL_|TORCH_FR_)(PYTHON|LD_|LC_|LANG|TZ|HOME$|MALLOC_|GLIBC_|OMP_|KMP_|GOMP_|MKL_"
@@ -67,8 +67,7 @@ class ForkServer:
         self._socket = connection
         self._answers = connection.makefile("rb")
         self._number = 0
-        self._is_ready = True
-        self._asked_at = 0.0
+        self._imports_since: float | None = None  # asked for by `preload`, and not known to be done
 
     @classmethod
     def start(cls, preload: Sequence[str]) -> ForkServer:
@@ -100,23 +99,17 @@ class ForkServer:
 
     def ask(self, op: str, **args: Any) -> dict[str, Any]:
         """Have the server do something."""
-        try:
+        with self._or_lost():
             self._send(op, args)
             answer = self._answer()
-        except (OSError, ValueError) as error:
-            self.close()
-            raise ServerLost from error
-        self._is_ready = True
+        self._imports_since = None
         return answer
 
     def preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
         """Have the server import more, in this environment; `is_ready` tells when it has."""
-        try:
+        with self._or_lost():
             self._send("preload", {"names": [*names], "env": dict(env)})
-        except OSError as error:
-            self.close()
-            raise ServerLost from error
-        self._is_ready, self._asked_at = False, time.monotonic()
+        self._imports_since = time.monotonic()
 
     def is_ready(self) -> bool:
         """Whether the server has all its imports, so that it answers at once.
@@ -124,16 +117,24 @@ class ForkServer:
         Raises:
             ServerLost: it has ended, or its imports take longer than `IMPORTS_S`.
         """
-        try:
-            if not self._is_ready and select.select([self._socket], [], [], 0)[0]:
+        if self._imports_since is None:
+            return True
+        with self._or_lost():
+            if select.select([self._socket], [], [], 0)[0]:
                 self._answer()
-                self._is_ready = True
-            if not self._is_ready and time.monotonic() > self._asked_at + IMPORTS_S:
+                self._imports_since = None
+            elif time.monotonic() > self._imports_since + IMPORTS_S:
                 raise TimeoutError(f"the imports take longer than {IMPORTS_S:.0f} s")
+        return self._imports_since is None
+
+    @contextlib.contextmanager
+    def _or_lost(self) -> Iterator[None]:
+        """End the server where it does not answer as it should."""
+        try:
+            yield
         except (OSError, ValueError) as error:
             self.close()
             raise ServerLost from error
-        return self._is_ready
 
     def _send(self, op: str, args: Mapping[str, Any]) -> None:
         # An answer that was never read, because of an exception, is not taken for the next one.
@@ -212,10 +213,10 @@ class _Server:
 
     def _start(self, starts: Sequence[Mapping[str, Any]], requests: Any) -> dict[int, str]:
         fresh = {}
-        server = os.getpid()
+        server, unfit = os.getpid(), unforkable()
         for start in starts:
             target = Target.parse(start["argv"])
-            refusal = unforkable() or _refusal(target, start["env"], start["cwd"], self._env)
+            refusal = unfit or _refusal(target, start["env"], start["cwd"], self._env)
             pid = os.fork()
             if pid == 0:
                 try:
@@ -266,7 +267,7 @@ class _Server:
         sys.path[:] = self._path
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = target.folder(cwd)
-        _forget_ours(but=_TRAINING if target.is_module and target.name == _TRAINING else "")
+        _forget_ours(but=TRAINING if target.is_training else "")
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
@@ -312,6 +313,11 @@ class Target:
             return cls(rest[1], True, rest[2:])
         return None if rest[0].startswith("-") else cls(rest[0], False, rest[1:])
 
+    @property
+    def is_training(self) -> bool:
+        """Whether it is kit's training module."""
+        return self.is_module and self.name == TRAINING
+
     def folder(self, cwd: str) -> str:
         """What python puts first on ``sys.path``."""
         return str(Path(cwd).resolve() if self.is_module else Path(cwd, self.name).resolve().parent)
@@ -325,7 +331,7 @@ def unforkable(descriptors: Path = Path("/proc/self/fd")) -> str | None:
         with contextlib.suppress(OSError):  # the one of this very list
             opened = os.readlink(each)  # noqa: PTH115
             # CUDA and NVML do not find out that they are in another process, which has none of their files.
-            if opened.startswith(_GPUS_FILES):
+            if opened.startswith(_GPU_FILES):
                 return f"an import has opened {opened}"
     return None
 

@@ -73,9 +73,9 @@ class Workers:
         self._handles: dict[int, int] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ends.register(self._bell, select.POLLIN)
-        self._known: set[str] = set()  # the reasons for that, in earlier rounds too
         self.fresh: dict[int, str] = {}
         """Local rank → why this worker of the round is not a fork."""
+        self._logged: set[str] = set()  # of these reasons, in any round
         self.stuck: list[Stuck] = []
         """Of all rounds, what SIGKILL did not end."""
         children.adopt_orphans()
@@ -99,9 +99,9 @@ class Workers:
         answer = self._ask("start", starts=requests)
         if answer is not None:
             self.fresh = {int(local_rank): why for local_rank, why in answer["fresh"].items()}
-            for why in {*self.fresh.values()} - self._known:
+            for why in {*self.fresh.values()} - self._logged:
                 _LOGGER.warning("ranks are no forks, and import everything themselves: %s", why)
-                self._known.add(why)
+                self._logged.add(why)
         else:
             for start in starts:
                 self.fresh[start.local_rank] = "there is no fork server"
