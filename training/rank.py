@@ -16,7 +16,6 @@ from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nodekit.training.engine_info import ENGINES
 from nodekit.training.errors import TrainingError, log_to_stderr, refuse_unsafe
 from nodekit.training.folder import InUse, default_folder, held
 from nodekit.training.options.options import Options
@@ -128,7 +127,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
     # Importing torch is slow: not for --help, nor for a mistyped option.
     from nodekit.training import loop  # noqa: F401  # before gc.freeze
     from nodekit.training.attempts import reform
-    from nodekit.training.imports import imports_of
+    from nodekit.training.attempts.standby import get_ready
     from nodekit.training.reporting import node_lines
 
     log_to_stderr()
@@ -137,10 +136,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         return refused(error)
     if world.stands_by:
-        for name in (*imports_of(options), *ENGINES[options.engine].libraries):
-            with suppress(Exception):  # as in `_make_one_model`
-                importlib.import_module(name)
-        _make_one_model(options, world, task)
+        get_ready(options, world, task)
         world = reform.attempt_of(world, lambda: _world(options))
     gc.freeze()
     gc.enable()
@@ -157,21 +153,6 @@ def train(options: Options, parent: Parent | None = None) -> int:
     if text := node_lines.end(world, folder, is_trained=code == 0):
         print(text, flush=True)
     return code
-
-
-def _make_one_model(options: Options, world: "World", task: "Task") -> None:
-    """Make a model and forget it: what the first one takes, nobody else is to wait for.
-
-    That is the imports that come with it, its files from the disk, and the start of the device.
-    """
-    from nodekit.training.engines.load import begins_on_cpu
-    from nodekit.training.process.devices import module_of
-
-    with suppress(Exception):  # the one of the attempt fails as well, and is heard
-        task.model().to("cpu" if begins_on_cpu(options) else world.device)
-    gc.collect()  # before gc.freeze
-    if world.device.type != "cpu":
-        module_of(world.device.type).empty_cache()
 
 
 def _prints(world: "World") -> bool:

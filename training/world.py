@@ -91,8 +91,8 @@ class World:
     """What the inventory wants done about a loss that is not finite: ``stop`` or ``rollback``."""
     agent_pipe: Path | None = None
     """Where kit says that another rank is lost (see ``agent_messages``)."""
-    stands_by: bool = False
-    """Whether kit has started this rank before its attempt is known, for it to read its data meanwhile."""
+    stands_by: int = 0
+    """Where kit has started this rank before its attempt is known: how many ranks that may have."""
     recorder_files: tuple[str, str] | None = None
     """By which torch's flight recorder is asked, and what it writes: to both this rank's number is added."""
     may_stay: bool = False
@@ -155,7 +155,7 @@ class World:
             events_file=_path(env, "NODEKIT_EVENTS_FILE"),
             on_nan=env.get("NODEKIT_ON_NAN") or "stop",
             agent_pipe=_path(env, "NODEKIT_AGENT_PIPE"),
-            stands_by=env.get("NODEKIT_STANDBY", "") == "1",
+            stands_by=_number(env, "NODEKIT_STANDBY", 0),
             recorder_files=_recorder_files(env),
         )
 
@@ -188,6 +188,8 @@ class World:
             else dist.HashStore()  # type: ignore[attr-defined]  # no stub
         )
         connections.remember()
+        if self.backend == "nccl":
+            nccl.make_room(self.device)
         dist.init_process_group(
             self.backend,
             store=store,
@@ -215,12 +217,16 @@ class World:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Leave the process group; does nothing where there is none."""
+    def close(self, *, goes_on: bool = False) -> None:
+        """Leave the process group; does nothing where there is none.
+
+        Args:
+            goes_on: whether this process is to join another one, and not to end.
+        """
         if self.messages is not None:
             self.messages.ignore()
         if dist.is_initialized():
-            nccl.close()
+            nccl.close_beside() if goes_on else nccl.close()
             if self.recorder_files and self.backend == "gloo":
                 recorder.end(self._own_recorder_files(self.recorder_files)[0])
             if self.is_main:

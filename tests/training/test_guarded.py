@@ -128,10 +128,11 @@ def test_what_fails_before_the_abort_does_not_keep_it_from_happening(
 
     calls: list[str] = []
     nccl.before_abort(fail)
-    monkeypatch.setattr(nccl.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(nccl, "_abort", lambda: calls.append("aborted"))
+    group = SimpleNamespace(abort=lambda: calls.append("aborted"))
+    monkeypatch.setattr(nccl, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
     nccl.leave()
     nccl.leave()
+    nccl._wait_until_ended()
     assert calls == ["aborted"]
 
 

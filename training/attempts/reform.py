@@ -102,7 +102,7 @@ def leave(world: "World") -> None:
 
     if dist.is_initialized():
         _abandoned.append(list(dist.distributed_c10d._world.pg_map))  # see rank._KEPT_ALIVE
-    world.close()
+    world.close(goes_on=True)
     # By this number the ranks name their groups. Only a group that was formed takes it back when it is destroyed.
     dist.distributed_c10d._world.group_count = 0
 

@@ -6,7 +6,7 @@ seconds after the cut. It is the other kernel that acknowledges, so a node that 
 one is that misses torch's heartbeats; no clocks are compared. Both ends prove that they are of this run before anything
 is said (`agent_wire.Wire`). Standard library only.
 
-Over the same connections every agent is told at once that a node is lost, or that a rank of some node has failed and
+Over the same connections every agent is told at once which node is lost, or that a rank of some node has failed and
 the round is broken: where ranks wait in NCCL's kernels, nothing else ends their waiting soon.
 """
 
@@ -30,7 +30,8 @@ from nodekit.deploy.host.schema import Say
 _BEAT = b""
 _MAX_WIDENING = 8
 News = Mapping[str, Any]
-"""``broken``: the number of a round that is; ``explained``: whether a rank has said why. Without, a node is lost."""
+"""``broken``: the number of a round that is; ``explained``: whether a rank has said why. Or of a node its identity:
+``lost``, or ``found`` again."""
 
 
 def _end_when_unanswered(connection: socket.socket, keep_alive_s: float, lost_after: int) -> None:
@@ -99,10 +100,11 @@ class KeepaliveServer:
                 _end_when_unanswered(connection, self._keep_alive_s, self._lost_after)
                 identity = str(wire.receive()["identity"])
                 with self._lock:
+                    self._connected[identity] = connection
                     if identity in self._lost:  # the same process: it was never dead
                         self._widen()
-                    self._connected[identity] = connection
-                    self._lost.discard(identity)
+                        self._lost.discard(identity)
+                        self._send({"found": identity})
                 wire.send({"lost_after": self._lost_after})  # as wide as it was found it must be
                 connection.settimeout(None)
                 with self._lock:
@@ -116,17 +118,21 @@ class KeepaliveServer:
                         del self._connected[identity]
                         self._wires.pop(identity, None)
                         self._lost.add(identity)
+                        self._send({"lost": identity})  # with the lock: before what is known later
                 if is_lost:
-                    self.tell({})
+                    self._on_news({"lost": identity})
 
     def tell(self, news: News, *, but: str = "") -> None:
         """Tell all agents, this one too, but for the one that it comes from."""
         with self._lock:
-            for identity, wire in self._wires.items():
-                if identity != but:
-                    with contextlib.suppress(OSError):  # it is being lost
-                        wire.send(dict(news))
+            self._send(news, but=but)
         self._on_news(news)
+
+    def _send(self, news: News, *, but: str = "") -> None:
+        for identity, wire in self._wires.items():
+            if identity != but:
+                with contextlib.suppress(OSError):  # it is being lost
+                    wire.send(dict(news))
 
     def _beat(self) -> None:
         while not self._closed.wait(self._keep_alive_s):

@@ -115,6 +115,7 @@ class Rendezvous:
         self._say = say
         self._on_news = on_news
         self._broken_round = self._explained_round = -1
+        self._told_lost: set[str] = set()
         self._keepalive_server: KeepaliveServer | None = None
         self._keepalive: Keepalive | None = None
         self._formed_size = 0
@@ -279,6 +280,8 @@ class Rendezvous:
         if news.get("explained"):
             self._explained_round = max(self._explained_round, number)
         self._broken_round = max(self._broken_round, number)
+        self._told_lost.update([news["lost"]] if "lost" in news else [])
+        self._told_lost.discard(news.get("found", ""))
         self._on_news()
 
     def num_nodes_waiting(self) -> int:
@@ -381,11 +384,12 @@ class Rendezvous:
         is_soon = time.monotonic() < self._soon_until
         return min(_POLL_S, _POLL_S_A_NODE * self._spec.max_nodes) if is_soon else _POLL_S
 
-    # --- what only the rendezvous host knows ---
-
     def is_gone(self, node: RankedNode) -> bool:
-        """Whether a node's keepalive has ended."""
-        return self._keepalive_server is not None and node.identity in self._keepalive_server.lost
+        """Whether a node's keepalive has ended: the rendezvous host sees it, and tells the others."""
+        lost = self._told_lost if self._keepalive_server is None else self._keepalive_server.lost
+        return node.identity in lost
+
+    # --- what only the rendezvous host knows ---
 
     def are_all_here(self, participants: set[RankedNode], *, is_first_round: bool) -> bool:
         """Whether a round need not wait for anyone: all who are connected (at first: all voters) are in."""

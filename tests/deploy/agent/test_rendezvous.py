@@ -242,6 +242,21 @@ def test_all_are_told_at_once_that_a_round_is_broken_or_a_node_lost(connect: Any
     assert not any(node.is_broken(2) for node in nodes)
 
 
+def test_who_is_lost_is_known_to_all_whatever_the_rendezvous_host_does_meanwhile(connect: Any) -> None:
+    """Its agent ends an attempt first, for which ranks that wait in NCCL take a second."""
+    nodes = [connect(rank, nodes=3, min_nodes=2) for rank in range(3)]
+    form_all(nodes)
+    nodes[0]._handler._stop_heartbeats()  # with which it writes whom it has found to be gone
+    start = time.monotonic()
+    hang_up(gone := nodes.pop(), others=nodes[0])
+    until(lambda: nodes[1].num_nodes_waiting() == 1)
+    assert time.monotonic() - start < 10, "it takes 15 s until a heartbeat expires"
+    assert (nodes[1].num_lost, nodes[1].here) == (1, {"n0", "n1"})
+    assert [len(each.members) for each in form_all(nodes)] == [2, 2]
+    gone._connect_keepalive(gone._handler._this_node.identity)  # a false alarm
+    until(lambda: not nodes[1]._told_lost)
+
+
 def test_the_loss_of_the_store_ends_a_wait_for_it(connect: Any) -> None:
     host, other = connect(0, nodes=2), connect(1, nodes=2)
     waiting = threading.Thread(target=host.close)

@@ -1,0 +1,97 @@
+"""Leaving NCCL's group, as far as a machine without a GPU can show it: gloo's stands in for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from agents import until
+
+from nodekit.training.group import nccl
+
+CUDA = torch.device("cuda", 0)
+
+
+class SlowEnd:
+    """Of all groups: how they are ended, and that it takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.how: list[str] = []
+        self.may_end = threading.Event()
+
+    def __call__(self, how: str) -> None:
+        self.how.append(how)
+        self.may_end.wait(60)
+
+
+@pytest.fixture
+def end(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowEnd]:
+    made = SlowEnd()
+    monkeypatch.setattr(nccl, "_ending", [])
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist.ProcessGroup, "shutdown", lambda _: made("shutdown"))
+    monkeypatch.setattr(dist.ProcessGroup, "abort", lambda _: made("abort"))
+    nccl.prepare(aborts=False)
+    form()
+    yield made
+    made.may_end.set()
+    if dist.is_initialized():
+        nccl.close()
+    nccl.prepare(aborts=False)
+
+
+def form() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["for a node that comes in", "a rank is lost"])
+def test_who_goes_on_meets_the_others_while_the_old_group_still_ends(end: SlowEnd, is_lost: bool) -> None:
+    if is_lost:
+        nccl.leave()
+        assert nccl.has_left()
+    nccl.close_beside()
+    assert not dist.is_initialized()
+    nccl.prepare(aborts=False)
+    form()
+    dist.all_reduce(ones := torch.ones(2))
+    assert ones.tolist() == [1, 1]
+    until(lambda: end.how)
+    assert set(end.how) == {"abort" if is_lost else "shutdown"}
+    assert any(each.is_alive() for each in nccl._ending)
+
+
+def test_where_a_gpu_is_nearly_full_the_old_groups_memory_is_waited_for(
+    end: SlowEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [nccl._ROOM_BYTES]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 80 << 30))
+    nccl.make_room(CUDA)
+    nccl.close_beside()
+    nccl.make_room(CUDA)
+    assert any(each.is_alive() for each in nccl._ending)
+    free[0] -= 1
+    threading.Timer(0.2, end.may_end.set).start()
+    nccl.make_room(CUDA)
+    assert not any(each.is_alive() for each in nccl._ending)
+
+
+def test_the_last_group_is_closed_when_all_have_ended(end: SlowEnd) -> None:
+    nccl.close_beside()
+    form()
+    threading.Timer(0.2, end.may_end.set).start()
+    nccl.close()
+    assert not any(each.is_alive() for each in nccl._ending)
+    assert end.how == ["shutdown", "shutdown"]
+
+
+def test_a_loop_with_groups_of_its_own_waits_for_them_all(end: SlowEnd) -> None:
+    """NCCL would have to be told that several are aborted together."""
+    dist.new_group([0])
+    threading.Timer(0.2, end.may_end.set).start()
+    nccl.close_beside()
+    assert not dist.is_initialized()
+    assert len(end.how) == 2
+    assert not nccl._ending
