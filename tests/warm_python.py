@@ -33,6 +33,8 @@ LIBRARIES = (
     *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.utils.tensorboard"),
     *("sklearn.datasets", "sklearn.metrics", "transformers", "transformers.trainer", "accelerate"),
     *("lightning_fabric", "deepspeed", "torch.distributed.elastic.rendezvous.dynamic_rendezvous"),
+    # When its first engine is made, DeepSpeed imports what torch.compile needs.
+    *("deepspeed.ops.op_builder.all_ops", "torch._inductor.compile_fx", "horovod.torch"),
 )
 PRELOAD = (*LIBRARIES, "nodekit.training.loop", "nodekit.training.tasks.text")
 FORWARDED = tuple(

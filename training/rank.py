@@ -128,6 +128,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
     from nodekit.training import loop  # noqa: F401  # before gc.freeze
     from nodekit.training.attempts import reform
     from nodekit.training.attempts.standby import get_ready
+    from nodekit.training.imports import import_all, imports_of
     from nodekit.training.reporting import node_lines
 
     log_to_stderr()
@@ -135,10 +136,10 @@ def train(options: Options, parent: Parent | None = None) -> int:
         world, task = check(options)
     except (ValueError, FileNotFoundError) as error:
         return refused(error)
+    import_all(imports_of(options))
     if world.stands_by:
         get_ready(options, world, task)
         world = reform.attempt_of(world, lambda: _world(options))
-    gc.freeze()
     gc.enable()
     if not _prints(world):
         return _train(options, world, task, parent)
@@ -258,7 +259,6 @@ def _run_loops(
             world.kept.release()  # the loop has it now
         loops.append(loop)
         _KEPT_ALIVE.append(loop)
-        gc.freeze()  # libraries' objects too: the Trainer collects all garbage before each epoch
         try:
             return loop.run()
         except NotFinite as error:
@@ -300,7 +300,6 @@ def _forget(loop: "Loop") -> None:
     """Let go of a loop. A snapshot that is being written goes on beside the next one, which has what is newer."""
     _KEPT_ALIVE.remove(loop)
     _KEPT_ALIVE.append(loop.saver.snapshots.peers)
-    gc.unfreeze()
 
 
 def _report(error: Exception) -> None:

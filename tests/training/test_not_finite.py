@@ -4,8 +4,10 @@ import json
 import logging
 import math
 import re
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,7 +18,7 @@ from torch import nn
 from nodekit.deploy.agent.ranks.budget import Budget
 from nodekit.deploy.agent.ranks.failures import WorkerFailure
 from nodekit.deploy.story.causes import recognise
-from nodekit.training import ElasticSampler, LossWatch, NotFinite, Snapshots, World, rank
+from nodekit.training import ElasticSampler, LossWatch, NotFinite, Snapshots, World, loop, rank
 from nodekit.training.options.arguments import parse
 from nodekit.training.steps.not_finite import check_loss, check_weights
 
@@ -124,6 +126,31 @@ def test_a_training_that_diverges_is_not_taken_back_for_ever(
         assert "(5 of 5), without the batch that begins at epoch 1 sample 64" in capsys.readouterr().out
     (told,) = map(json.loads, (tmp_path / "told").read_text().splitlines())
     assert told["action"] == ("stop" if why else "rollback")
+
+
+def test_the_loop_that_is_gone_back_from_is_freed_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    class InACycle:
+        def __init__(self, *_: object, without: object) -> None:
+            assert all(each() is None for each in made), "the next one needs its memory"
+            self.own = self
+            self.saver = SimpleNamespace(settle=lambda: None, snapshots=SimpleNamespace(peers=None))
+            made.append(weakref.ref(self))
+
+        def run(self) -> dict[str, Any]:
+            if len(made) < 3:
+                error = NotFinite("loss", 7, [(0, NAN, "gpu1")])
+                error.batches = ((0, 0),)
+                raise error
+            return {"steps": 8}
+
+    monkeypatch.setattr(loop, "Loop", InACycle)
+    world, options = World.from_env({}), parse(["--on-nan", "rollback"])
+    assert rank._run_loops([], options, world, cast(Any, None), tmp_path, cast(Any, None)) == {"steps": 8}
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize(("on_nan", "is_final"), [("stop", True), ("rollback", False)])

@@ -1,7 +1,6 @@
 """What a process does before its attempt is known: once it is, the others wait for this process."""
 
 import gc
-import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nodekit.training.engine_info import ENGINES
-from nodekit.training.imports import imports_of
+from nodekit.training.imports import import_all
 from nodekit.training.process import devices
 
 if TYPE_CHECKING:
@@ -21,14 +20,12 @@ log = logging.getLogger("nodekit.training")
 
 
 def get_ready(options: "Options", world: "World", task: "Task") -> None:
-    """Import what the engine will, train one step with a model of its own, start NCCL, and forget all of it.
+    """Import what is left, train one step with a model of its own, start NCCL, and forget all of it.
 
     The first of each takes long: imports, files from the disk, the start of the device, and the kernels, each of which
     is loaded when it is first used (all in all 1 s on an H200).
     """
-    for name in (*imports_of(options), *ENGINES[options.engine].libraries):
-        with _which_may_fail():
-            importlib.import_module(name)
+    import_all(ENGINES[options.engine].libraries)
     if world.device.type != "cpu":
         devices.module_of(world.device.type).set_device(world.device)
     with _which_may_fail():
