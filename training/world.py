@@ -207,8 +207,9 @@ class World:
                 f"{self.backend}"
             )
         nccl.check()  # who was told of a loss before the group was there could abort nothing
-        if self.recorder_files and self.backend == "gloo":  # NCCL's group has a thread of its own for this
-            recorder.answer(*self._own_recorder_files(self.recorder_files))
+        is_answered = self.backend == "nccl" and nccl.is_first_group()
+        if self.recorder_files and self.backend in ("gloo", "nccl") and not is_answered:
+            recorder.answer(*self._own_recorder_files(self.recorder_files), self.backend)
         self.stage("")  # what comes now is the script's: it may take long, and tell nothing
         return self
 
@@ -225,10 +226,11 @@ class World:
         """
         if self.messages is not None:
             self.messages.ignore()
+        if not goes_on:
+            nccl.wait_until_ended()
         if dist.is_initialized():
             nccl.close_beside() if goes_on else nccl.close()
-            if self.recorder_files and self.backend == "gloo":
-                recorder.end(self._own_recorder_files(self.recorder_files)[0])
+            recorder.end()
             if self.is_main:
                 self.init_method.remove()
 

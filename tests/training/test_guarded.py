@@ -132,7 +132,7 @@ def test_what_fails_before_the_abort_does_not_keep_it_from_happening(
     monkeypatch.setattr(nccl, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
     nccl.leave()
     nccl.leave()
-    nccl._wait_until_ended()
+    nccl.wait_until_ended()
     assert calls == ["aborted"]
 
 

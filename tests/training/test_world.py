@@ -17,6 +17,7 @@ import torch.distributed as dist
 from agents import until
 
 from nodekit.training import Stop, World
+from nodekit.training.group import nccl, recorder
 
 TORCHRUN = {
     "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -71,6 +72,45 @@ def test_the_flight_recorder_answers_by_its_pipe_until_the_group_is_left(tmp_pat
         assert [each["profiling_name"] for each in dump["entries"]][-1] == "gloo:all_reduce"
     assert not (tmp_path / "p0.pipe").exists()
     assert World.from_env({"TORCH_FR_DUMP_TEMP_FILE": "d"}).recorder_files is None
+
+
+def asked(folder: Path) -> list[str]:
+    """The collectives that the flight recorder of rank 0 has, when it is asked."""
+    (folder / "d0").unlink(missing_ok=True)
+    (folder / "p0.pipe").write_text("1")
+    until((folder / "d0").exists)
+    return [each["profiling_name"] for each in json.loads((folder / "d0").read_text())["entries"]]
+
+
+def test_the_recorder_of_a_later_group_has_none_of_the_earlier_ones_which_had_the_same_name(
+    tmp_path: Path,
+) -> None:
+    """Who has taken part in more attempts would be found ahead of who comes in."""
+    files = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/p", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/d"}
+    for number in range(2):
+        with World.from_env(files):
+            assert asked(tmp_path) == []
+            for _ in range(3 - number):
+                dist.all_reduce(torch.ones(3))
+            assert asked(tmp_path) == ["gloo:all_reduce"] * (3 - number)
+
+
+def test_of_nccls_groups_torch_answers_for_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_is_first", True)
+    assert nccl.is_first_group()
+    assert not nccl.is_first_group()
+    entries = [{"record_id": 4, "profiling_name": "nccl:broadcast"}]
+    dump = "_dump_nccl_trace_json"  # which a torch for the CPU alone has not
+    monkeypatch.setattr(
+        torch._C._distributed_c10d, dump, lambda: json.dumps({"entries": entries}), raising=False
+    )
+    recorder.answer(tmp_path / "p0.pipe", tmp_path / "d0", "nccl")
+    entries.append({"record_id": 5, "profiling_name": "nccl:all_reduce"})
+    assert asked(tmp_path) == ["nccl:all_reduce"]
+    recorder.end()
+    assert not (tmp_path / "p0.pipe").exists()
 
 
 def test_without_a_launcher_it_is_a_world_of_one_with_a_group() -> None:

@@ -29,6 +29,7 @@ _given: list[str | None] = []
 _lock = threading.Lock()
 _has_left = threading.Event()
 _is_aborted = False
+_is_first = True
 _before_abort: Callable[[], None] | None = None
 _ending: list[threading.Thread] = []
 """Those that end groups which this process has left."""
@@ -69,6 +70,13 @@ def before_abort(call: Callable[[], None]) -> None:
         _before_abort = call
 
 
+def is_first_group() -> bool:
+    """Whether the group that was made just now is this process's first one; to be asked once for each."""
+    global _is_first
+    was_first, _is_first = _is_first, False
+    return was_first
+
+
 def leave() -> None:
     """Have the communicator aborted, so that its kernels end soon; any thread may call it, any number of times."""
     global _is_aborted
@@ -92,7 +100,8 @@ def _end_beside(call: Callable[[], object]) -> None:
     _ending[-1].start()
 
 
-def _wait_until_ended() -> None:
+def wait_until_ended() -> None:
+    """Wait for what ends the groups that were left: a process that ends itself meanwhile may crash."""
     for each in _ending:
         each.join(_MOST_S)
 
@@ -113,7 +122,7 @@ def close() -> None:
     global _before_abort
     with _lock:
         _before_abort = None
-    _wait_until_ended()
+    wait_until_ended()
     if has_left():
         dist.distributed_c10d._abort_process_group()
     else:
@@ -138,6 +147,7 @@ def close_beside() -> None:
 def warm_up(device: torch.device) -> None:
     """Start NCCL by a group of this process alone: the first one in a process takes 0.4 s more than others (H200)."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)  # type: ignore[attr-defined]  # no stub
+    is_first_group()
     try:
         dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
@@ -148,4 +158,4 @@ def warm_up(device: torch.device) -> None:
 def make_room(device: torch.device) -> None:
     """Wait until what earlier groups had on the GPU is free, if little else is."""
     if any(each.is_alive() for each in _ending) and torch.cuda.mem_get_info(device)[0] < _ROOM_BYTES:
-        _wait_until_ended()
+        wait_until_ended()

@@ -1,20 +1,32 @@
-"""Answers kit when it asks for torch's flight recorder: on NCCL torch does so itself, elsewhere it only records."""
+"""Answers kit when it asks for torch's flight recorder, which records the collectives of all groups of a process.
 
+torch itself answers for the first group on NCCL of a process, and for no later one (``HeartbeatMonitor::runLoop`` in
+torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp), and on gloo for none.
+"""
+
+import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+_DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+"""Backend → torch's function that returns the dump; since torch 2.9 and 2.5."""
 _END = b"end"
+_answering: list[Path] = []
+"""The pipe that a thread of ours reads."""
 
 
-def answer(pipe: Path, file: Path) -> None:
-    """Write the recorder's dump to ``file``, as JSON, whenever something comes in through ``pipe``, until `end`.
+def answer(pipe: Path, file: Path, backend: str) -> None:
+    """Write the dump to ``file``, as JSON, whenever something comes in through ``pipe``, until `end`.
 
-    Does nothing where this torch cannot dump. In a thread: the main one may be in a collective that never returns.
+    It has what is recorded from now on: groups of earlier attempts have had the same names, and numbered their
+    collectives from 1 as well. Does nothing where this torch cannot dump. In a thread: the main one may be in a
+    collective that never returns.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # since torch 2.9
+    dump = getattr(torch._C._distributed_c10d, _DUMPS[backend], None)
     if dump is None:
         return
     try:
@@ -23,28 +35,39 @@ def answer(pipe: Path, file: Path) -> None:
         handle = os.open(pipe, os.O_RDWR)  # for writing too, so that reading waits while nobody writes
     except OSError:  # a hang is then told from the stacks alone
         return
+    earlier = {each["record_id"] for each in json.loads(dump()).get("entries", ())}
 
     def run() -> None:
         with os.fdopen(handle, "rb", buffering=0) as source:
             while (os.read(source.fileno(), 128)) != _END:
                 beside = file.with_name(f".{file.name}")
                 try:
-                    beside.write_bytes(dump())
+                    beside.write_bytes(_later(dump, max(earlier, default=-1)))
                     beside.replace(file)
                 except OSError:
                     continue
 
+    _answering[:] = [pipe]
     threading.Thread(target=run, name="nodekit-recorder", daemon=True).start()
 
 
-def end(pipe: Path) -> None:
-    """Have the thread that reads ``pipe`` end."""
-    try:
-        handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return
-    try:
-        pipe.unlink(missing_ok=True)
-        os.write(handle, _END)
-    finally:
-        os.close(handle)
+def _later(dump: Callable[[], bytes], last: int) -> bytes:
+    """The dump without what was recorded up to ``last``."""
+    found = json.loads(dump())
+    found["entries"] = [each for each in found.get("entries", ()) if each["record_id"] > last]
+    return json.dumps(found).encode()
+
+
+def end() -> None:
+    """Have the thread that answers end, if there is one."""
+    while _answering:
+        pipe = _answering.pop()
+        try:
+            handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            pipe.unlink(missing_ok=True)
+            os.write(handle, _END)
+        finally:
+            os.close(handle)
