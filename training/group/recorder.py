@@ -4,10 +4,8 @@ torch itself answers for the first group on NCCL of a process, and for no later 
 torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp), and on gloo for none.
 """
 
-import json
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,9 +20,7 @@ _answering: list[Path] = []
 def answer(pipe: Path, file: Path, backend: str) -> None:
     """Write the dump to ``file``, as JSON, whenever something comes in through ``pipe``, until `end`.
 
-    It has what is recorded from now on: groups of earlier attempts have had the same names, and numbered their
-    collectives from 1 as well. Does nothing where this torch cannot dump. In a thread: the main one may be in a
-    collective that never returns.
+    Does nothing where this torch cannot dump. In a thread: the main one may be in a collective that never returns.
     """
     dump = getattr(torch._C._distributed_c10d, _DUMPS[backend], None)
     if dump is None:
@@ -35,27 +31,19 @@ def answer(pipe: Path, file: Path, backend: str) -> None:
         handle = os.open(pipe, os.O_RDWR)  # for writing too, so that reading waits while nobody writes
     except OSError:  # a hang is then told from the stacks alone
         return
-    earlier = {each["record_id"] for each in json.loads(dump()).get("entries", ())}
 
     def run() -> None:
         with os.fdopen(handle, "rb", buffering=0) as source:
             while (os.read(source.fileno(), 128)) != _END:
                 beside = file.with_name(f".{file.name}")
                 try:
-                    beside.write_bytes(_later(dump, max(earlier, default=-1)))
+                    beside.write_bytes(dump())
                     beside.replace(file)
                 except OSError:
                     continue
 
     _answering[:] = [pipe]
     threading.Thread(target=run, name="nodekit-recorder", daemon=True).start()
-
-
-def _later(dump: Callable[[], bytes], last: int) -> bytes:
-    """The dump without what was recorded up to ``last``."""
-    found = json.loads(dump())
-    found["entries"] = [each for each in found.get("entries", ()) if each["record_id"] > last]
-    return json.dumps(found).encode()
 
 
 def end() -> None:

@@ -140,10 +140,13 @@ def parse(data: bytes) -> dict[str, Group]:
         members = {name: tuple(json.loads(each["ranks"])) for name, each in dump.get("pg_config", {}).items()}
         everyone = members.pop("", ())  # gloo's default group is listed without its name
         calls: dict[str, dict[int, Call]] = {name: {} for name in members}
-        for each in dump.get("entries", ()):
-            if each["is_p2p"]:
-                continue
+        entries = [each for each in dump.get("entries", ()) if not each["is_p2p"]]
+        # A process that has joined another group after it left one has both under one name, each numbered from 1.
+        newest = {str(each["process_group"][0]): each.get("pg_id") for each in entries}
+        for each in entries:
             name, number = str(each["process_group"][0]), int(each["collective_seq_id"])
+            if each.get("pg_id") != newest[name]:
+                continue
             if name not in members and each["process_group"][1] == "default_pg":
                 members[name] = everyone
             calls.setdefault(name, {})[number] = Call(

@@ -161,6 +161,44 @@ def test_a_dump_is_read_and_nothing_in_it_is_run() -> None:
             flight.parse(bad)
 
 
+def test_of_groups_of_one_name_that_a_process_has_left_nothing_is_taken() -> None:
+    """Who has taken part in more attempts would be found ahead of who comes in."""
+    (call, _), earlier = DUMP["entries"], []
+    for number in (1, 2, 3):
+        earlier.append({**call, "collective_seq_id": number, "pg_id": 0})
+    dump = {**DUMP, "entries": [*earlier, {**call, "profiling_name": "nccl:broadcast", "pg_id": 2}]}
+    (group,) = flight.parse(json.dumps(dump).encode()).values()
+    assert [(each.number, each.name) for each in group.calls] == [(1, "broadcast")]
+
+
+def test_torch_numbers_the_groups_of_a_process_that_have_one_name(tmp_path: Path) -> None:
+    """What the test above takes for granted of a dump, on gloo."""
+    files = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/p", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/d"}
+    env = {**files, "TORCH_FR_BUFFER_SIZE": "10"}
+    script = """
+import sys, torch, torch.distributed as dist
+from nodekit.training import World
+from nodekit.training.attempts import reform
+from pathlib import Path
+for number in (3, 1):
+    with World.from_env() as world:
+        for _ in range(number):
+            dist.all_reduce(torch.ones(3))
+        if number == 1:
+            print("up", flush=True)
+            sys.stdin.read()
+        reform.leave(world)
+"""
+    argv = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        argv, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        (group,) = flight.ask(files, [0], timeout_s=60)[0].values()
+    assert [(each.number, each.name) for each in group.calls] == [(1, "all_reduce")]
+
+
 class Recorder:
     """A rank as torch's DumpPipe has it: makes the pipe, looks at it now and then, and writes the dump in place."""
 
