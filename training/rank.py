@@ -137,9 +137,10 @@ def train(options: Options, parent: Parent | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         return refused(error)
     import_all(imports_of(options))
-    if world.stands_by:
+    if world.standby_world_size:
         get_ready(options, world, task)
         world = reform.attempt_of(world, lambda: _world(options))
+    gc.freeze()
     gc.enable()
     if not _prints(world):
         return _train(options, world, task, parent)

@@ -91,7 +91,7 @@ class World:
     """What the inventory wants done about a loss that is not finite: ``stop`` or ``rollback``."""
     agent_pipe: Path | None = None
     """Where kit says that another rank is lost (see ``agent_messages``)."""
-    stands_by: int = 0
+    standby_world_size: int = 0
     """Where kit has started this rank before its attempt is known: how many ranks that may have."""
     recorder_files: tuple[str, str] | None = None
     """By which torch's flight recorder is asked, and what it writes: to both this rank's number is added."""
@@ -155,7 +155,7 @@ class World:
             events_file=_path(env, "NODEKIT_EVENTS_FILE"),
             on_nan=env.get("NODEKIT_ON_NAN") or "stop",
             agent_pipe=_path(env, "NODEKIT_AGENT_PIPE"),
-            stands_by=_number(env, "NODEKIT_STANDBY", 0),
+            standby_world_size=_number(env, "NODEKIT_STANDBY", 0),
             recorder_files=_recorder_files(env),
         )
 
@@ -207,8 +207,8 @@ class World:
                 f"{self.backend}"
             )
         nccl.check()  # who was told of a loss before the group was there could abort nothing
-        is_answered = self.backend == "nccl" and nccl.is_first_group()
-        if self.recorder_files and self.backend in ("gloo", "nccl") and not is_answered:
+        is_answered_by_torch = self.backend == "nccl" and nccl.count_group() == 0
+        if self.recorder_files and self.backend in ("gloo", "nccl") and not is_answered_by_torch:
             recorder.answer(*self._own_recorder_files(self.recorder_files), self.backend)
         self.stage("")  # what comes now is the script's: it may take long, and tell nothing
         return self
@@ -229,7 +229,7 @@ class World:
         if not goes_on:
             nccl.wait_until_ended()
         if dist.is_initialized():
-            nccl.close_beside() if goes_on else nccl.close()
+            nccl.close_in_thread() if goes_on else nccl.close()
             recorder.end()
             if self.is_main:
                 self.init_method.remove()

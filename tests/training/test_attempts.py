@@ -8,13 +8,19 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
 
 from nodekit.training import Stop, World, run_attempts
 from nodekit.training.attempts import reform
+from nodekit.training.attempts.standby import get_ready
+from nodekit.training.options.arguments import parse
+from nodekit.training.process import rng
 from nodekit.training.process.kept import Kept
 from nodekit.training.snapshots.files.fence import Fenced
+from nodekit.training.tasks.digits import Digits
 
 LOST = RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
 
@@ -111,7 +117,65 @@ def test_the_search_for_garbage_after_an_attempt_goes_through_no_library() -> No
     def train(world: World, stop: Stop) -> int:
         return gc.get_freeze_count() > 10 * len(gc.get_objects())
 
-    try:
-        assert run_attempts(train) == 1
-    finally:
-        gc.unfreeze()
+    assert run_attempts(train) == 1
+    assert not gc.get_freeze_count(), "the script's end looks for what is open"
+
+
+def test_what_an_attempt_has_made_is_garbage_after_it_though_it_is_in_a_cycle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reform, "leave", lambda _: None)
+    monkeypatch.setattr(reform, "next_world", lambda _, world, *__: world)
+    models: list[weakref.ref[Any]] = []
+
+    class Model:
+        def __init__(self) -> None:
+            self.own = self
+
+    def attempt(world: World) -> int | Kept:
+        models.append(weakref.ref(Model()))
+        return Kept({}, (0, len(models)), bool) if len(models) < 3 else 0
+
+    with Stop() as stop:
+        assert reform.run(World.from_env({}), stop, lambda: World.from_env({}), attempt, lambda _: True) == 0
+    gc.collect()
+    gc.unfreeze()
+    assert [each() for each in models] == [None] * 3
+
+
+class Splitting(Digits):
+    """It splits its data at random when it is first asked, and counts what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split: float | None = None
+        self.losses: list[int] = []
+        self.count = 0
+        self.kept = super().model()
+
+    def model(self) -> torch.nn.Module:
+        return self.kept
+
+    def train_data(self) -> Any:
+        if self.split is None:
+            self.split = float(torch.rand(()))
+        return super().train_data()
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        self.losses.append(len(batch[1]))
+        self.count += 1
+        return super().loss(model, batch)
+
+
+def test_to_get_ready_changes_nothing_of_the_task(caplog: pytest.LogCaptureFixture) -> None:
+    options, world = parse(["--batch-size", "64"]), World.from_env({"NODEKIT_STANDBY": "4"})
+    task = Splitting()
+    before = [each.clone() for each in task.kept.parameters()]
+    torch.rand(7)
+    get_ready(options, world, task)
+    assert not caplog.messages
+    assert task.losses == [16], "one step was computed, with a rank's part of the samples"
+    assert not task.count
+    assert all(torch.equal(*pair) for pair in zip(before, task.kept.parameters(), strict=True))
+    rng.seed_all(options.seed, rank=0)  # as the other ranks do before they make the model and read the data
+    assert task.split == float(torch.rand(()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,10 @@ def end(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowEnd]:
     nccl.prepare(aborts=False)
 
 
+def alive() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == "nodekit-nccl"]
+
+
 def form() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -52,7 +57,7 @@ def test_who_goes_on_meets_the_others_while_the_old_group_still_ends(end: SlowEn
     if is_lost:
         nccl.leave()
         assert nccl.has_left()
-    nccl.close_beside()
+    nccl.close_in_thread()
     assert not dist.is_initialized()
     nccl.prepare(aborts=False)
     form()
@@ -60,7 +65,7 @@ def test_who_goes_on_meets_the_others_while_the_old_group_still_ends(end: SlowEn
     assert ones.tolist() == [1, 1]
     until(lambda: end.how)
     assert set(end.how) == {"abort" if is_lost else "shutdown"}
-    assert any(each.is_alive() for each in nccl._ending)
+    assert alive()
 
 
 def test_where_a_gpu_is_nearly_full_the_old_groups_memory_is_waited_for(
@@ -69,29 +74,66 @@ def test_where_a_gpu_is_nearly_full_the_old_groups_memory_is_waited_for(
     free = [nccl._ROOM_BYTES]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 80 << 30))
     nccl.make_room(CUDA)
-    nccl.close_beside()
+    nccl.close_in_thread()
     nccl.make_room(CUDA)
-    assert any(each.is_alive() for each in nccl._ending)
+    assert alive()
     free[0] -= 1
     threading.Timer(0.2, end.may_end.set).start()
     nccl.make_room(CUDA)
-    assert not any(each.is_alive() for each in nccl._ending)
+    assert not alive()
 
 
 def test_the_last_group_is_closed_when_all_have_ended(end: SlowEnd) -> None:
-    nccl.close_beside()
+    nccl.close_in_thread()
     form()
     threading.Timer(0.2, end.may_end.set).start()
     nccl.close()
-    assert not any(each.is_alive() for each in nccl._ending)
     assert end.how == ["shutdown", "shutdown"]
+    assert not alive()
 
 
 def test_a_loop_with_groups_of_its_own_waits_for_them_all(end: SlowEnd) -> None:
     """NCCL would have to be told that several are aborted together."""
     dist.new_group([0])
     threading.Timer(0.2, end.may_end.set).start()
-    nccl.close_beside()
+    nccl.close_in_thread()
     assert not dist.is_initialized()
     assert len(end.how) == 2
-    assert not nccl._ending
+    assert not alive()
+
+
+def test_what_does_not_end_is_waited_for_once(end: SlowEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_END_TIMEOUT_S", 0.2)
+    nccl.leave()
+    nccl.close_in_thread()
+    nccl.wait_until_ended()
+    assert alive()
+    monkeypatch.setattr(nccl, "_END_TIMEOUT_S", 3600.0)
+    nccl.wait_until_ended()
+
+
+def test_a_group_that_fails_to_end_is_told_in_a_line(end: SlowEnd, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("ncclUnhandledCudaError: out of memory\nframe #0: …")
+
+    nccl._end_in_thread(fail)
+    nccl.wait_until_ended()
+    assert caplog.messages == ["NCCL's old group: ncclUnhandledCudaError: out of memory"]
+
+
+def test_a_start_of_nccl_that_fails_leaves_no_trace(end: SlowEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks name their groups by how many they have made: this one would wait for the others in another one."""
+    nccl.close_in_thread()
+    init = dist.init_process_group
+
+    def fail(_backend: str, **more: Any) -> None:
+        init("gloo", **{**more, "device_id": None})
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    end.may_end.set()
+    before = nccl._num_groups
+    with pytest.raises(RuntimeError, match="unhandled system error"):
+        nccl.warm_up(CUDA)
+    assert (dist.is_initialized(), dist.distributed_c10d._world.group_count) == (False, 0)
+    assert nccl._num_groups == before + 1

@@ -82,13 +82,29 @@ def asked(folder: Path) -> list[str]:
     return [each["profiling_name"] for each in json.loads((folder / "d0").read_text())["entries"]]
 
 
+def test_the_recorder_of_a_later_group_has_none_of_the_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that hangs before its first collective would look ahead of those who wait there."""
+    files = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/p", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/d"}
+    for number in (3, 2):
+        with World.from_env(files):
+            assert asked(tmp_path) == []
+            for _ in range(number):
+                dist.all_reduce(torch.ones(3))
+            assert asked(tmp_path) == ["gloo:all_reduce"] * number
+            # By a clock that was set they cannot be told from each other, and none is left out.
+            monkeypatch.setattr(recorder, "_CLOCK_WAS_SET_NS", -1)
+            assert len(asked(tmp_path)) >= number
+            monkeypatch.undo()
+
+
 def test_of_nccls_groups_torch_answers_for_the_first_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "_is_first", True)
-    assert nccl.is_first_group()
-    assert not nccl.is_first_group()
-    said = json.dumps({"entries": [{"profiling_name": "nccl:all_reduce"}]})
+    monkeypatch.setattr(nccl, "_num_groups", 0)
+    assert [nccl.count_group(), nccl.count_group()] == [0, 1]
+    said = json.dumps({"entries": [{"profiling_name": "nccl:all_reduce", "time_created_ns": 1 << 62}]})
     dump = "_dump_nccl_trace_json"  # which a torch for the CPU alone has not
     monkeypatch.setattr(torch._C._distributed_c10d, dump, said.encode, raising=False)
     recorder.answer(tmp_path / "p0.pipe", tmp_path / "d0", "nccl")

@@ -1,5 +1,6 @@
 """A user's own training function, called again in the same process for each attempt that it takes part in."""
 
+import gc
 import logging
 from collections.abc import Callable
 
@@ -65,8 +66,11 @@ def run_attempts(
         world.close()
         return code
 
-    with Stop(grace_s) as stop:
-        return reform.run(make(), stop, make, attempt, lambda world: not reform.why_not(world))
+    try:
+        with Stop(grace_s) as stop:
+            return reform.run(make(), stop, make, attempt, lambda world: not reform.why_not(world))
+    finally:
+        gc.unfreeze()  # what is open or to be finalized at the end of the script is looked for
 
 
 def _why_it_ends(world: World, stop: Stop) -> str:

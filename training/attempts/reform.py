@@ -76,15 +76,13 @@ def run(
         attempt: joins the group of ``world``, unless it is the first one, and trains.
         may_stay: whether this process may go on in the attempt after this one.
     """
+    from nodekit.training.group import nccl
     from nodekit.training.process.kept import Kept
 
-    def begin(kept: "Kept | None" = None) -> "T | Kept":
-        # The search for garbage after the attempt is to go through what it has made, and not through all that the
-        # libraries have, which takes 0.4 s.
-        gc.freeze()
-        return attempt(replace(world, may_stay=may_stay(world), kept=kept))
-
-    ended = begin()
+    # The search for garbage after an attempt is to go through what that has made, and not through all that the
+    # libraries have, which takes 0.4 s.
+    gc.freeze()
+    ended = attempt(replace(world, may_stay=may_stay(world)))
     while isinstance(ended, Kept):
         kept = ended
         leave(world)
@@ -92,13 +90,14 @@ def run(
             gc.collect()  # the next model needs the GPU's memory, and the last one may be in a cycle
         if (following := next_world(kept, world, stop, make)) is None:
             kept.save()
+            nccl.wait_until_ended()
             return stop.exit_code
         world = following
         if world.messages is not None and world.messages.is_over:
             # Nobody would come to meet it. It waits again, in the file that the agent now looks at.
             ended = kept
             continue
-        ended = begin(kept)
+        ended = attempt(replace(world, may_stay=may_stay(world), kept=kept))
     return ended
 
 

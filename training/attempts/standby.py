@@ -1,5 +1,6 @@
 """What a process does before its attempt is known: once it is, the others wait for this process."""
 
+import copy
 import gc
 import logging
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ log = logging.getLogger("nodekit.training")
 
 
 def get_ready(options: "Options", world: "World", task: "Task") -> None:
-    """Import what is left, train one step with a model of its own, start NCCL, and forget all of it.
+    """Import what is left, compute one step with a model of its own, start NCCL, and forget all of it.
 
     The first of each takes long: imports, files from the disk, the start of the device, and the kernels, each of which
     is loaded when it is first used (all in all 1 s on an H200).
@@ -29,7 +30,7 @@ def get_ready(options: "Options", world: "World", task: "Task") -> None:
     if world.device.type != "cpu":
         devices.module_of(world.device.type).set_device(world.device)
     with _which_may_fail():
-        _train_one_step(options, world, task)
+        _compute_one_step(options, world, task)
     if world.backend == "nccl":
         from nodekit.training.group import nccl
 
@@ -48,28 +49,32 @@ def _which_may_fail() -> Iterator[None]:
         log.warning("while this rank got ready: %s: %s", type(error).__name__, error)
 
 
-def _train_one_step(options: "Options", world: "World", task: "Task") -> None:
-    """A whole step as of a world of one, with as many samples as a rank of the attempt will have, or so."""
+def _compute_one_step(options: "Options", world: "World", task: "Task") -> None:
+    """A forward and a backward pass, with as many samples as a rank of the attempt will have, or so.
+
+    Nothing of the task is trained or changed by that: another object of its class has the loss, and a model that it may
+    keep is not updated.
+    """
+    import torch
+
     from nodekit.training.data.evaluate import to_device
     from nodekit.training.data.loading import load_training_data
-    from nodekit.training.engines.load import begins_on_cpu, own_optimizer
-    from nodekit.training.engines.single import Engine
-    from nodekit.training.steps.optimizers import is_fused
-    from nodekit.training.tasks import optimizer_of
+    from nodekit.training.engines.load import begins_on_cpu
+    from nodekit.training.engines.single import AMP_DTYPES
+    from nodekit.training.process import rng
 
+    rng.seed_all(
+        options.seed, rank=0
+    )  # as in the attempt: a task may split its data at random when it is first asked
+    module = task.model()
     if begins_on_cpu(options):
-        task.model()  # its device may have no room for the whole
-        return
-    module = task.model().to(world.device)
-    fused = is_fused(options, world.device)
-    optimizer = own_optimizer(options, module, fused=fused) or optimizer_of(
-        task, module, options.peak_lr, fused=fused
-    )
-    engine = Engine(options, world, module, optimizer, None)
-    of_all = replace(world, world_size=world.stands_by)
+        return  # the device may have no room for the whole
+    module = module.to(world.device)
+    of_all = replace(world, world_size=world.standby_world_size)
     _, loader = load_training_data(replace(options, num_workers=0), of_all, task)
+    dtype = AMP_DTYPES[options.amp]
     module.train()
-    with engine.autocast():
-        loss = task.loss(engine.model, to_device(next(iter(loader)), world.device))
-    engine.backward(loss)
-    engine.update(options.clip)
+    with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        loss = copy.copy(task).loss(module, to_device(next(iter(loader)), world.device))
+    loss.backward()  # type: ignore[no-untyped-call]
+    module.zero_grad()

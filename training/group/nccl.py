@@ -11,6 +11,7 @@ meet again already: so a thread does it.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -22,14 +23,14 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _DUMP_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _ROOM_BYTES = 4 << 30
 """Where less of a GPU is free, an earlier group's memory is waited for; a communicator has taken up to 1 GB."""
-_MOST_S = 30.0
-"""So long a process waits for that: NCCL may wait for a rank that is lost."""
+_END_TIMEOUT_S = 30.0
+"""So long a process waits for them: NCCL may wait for a rank that is lost."""
 _given: list[str | None] = []
 """What the variable was before this process first changed it; not when this is imported, which a fork server may do."""
 _lock = threading.Lock()
 _has_left = threading.Event()
 _is_aborted = False
-_is_first = True
+_num_groups = 0
 _before_abort: Callable[[], None] | None = None
 _ending: list[threading.Thread] = []
 """Those that end groups which this process has left."""
@@ -70,11 +71,11 @@ def before_abort(call: Callable[[], None]) -> None:
         _before_abort = call
 
 
-def is_first_group() -> bool:
-    """Whether the group that was made just now is this process's first one; to be asked once for each."""
-    global _is_first
-    was_first, _is_first = _is_first, False
-    return was_first
+def count_group() -> int:
+    """Count a group that was made just now, and return how many this process has made before."""
+    global _num_groups
+    _num_groups += 1
+    return _num_groups - 1
 
 
 def leave() -> None:
@@ -90,20 +91,28 @@ def leave() -> None:
             except RuntimeError:  # nothing is to keep the collectives from ending
                 log.exception("before the abort")
         if (group := dist.group.WORLD) is not None:
+            _end_in_thread(group.abort)
             _is_aborted = True
-            _end_beside(group.abort)
 
 
-def _end_beside(call: Callable[[], object]) -> None:
-    _ending[:] = [each for each in _ending if each.is_alive()]
-    _ending.append(threading.Thread(target=call, name="nodekit-nccl", daemon=True))
-    _ending[-1].start()
+def _end_in_thread(end: Callable[[], object]) -> None:
+    def run() -> None:
+        try:
+            end()
+        except Exception as error:  # its traceback would be in the next attempt's log
+            log.warning("NCCL's old group: %s", str(error).partition("\n")[0])
+
+    thread = threading.Thread(target=run, name="nodekit-nccl", daemon=True)
+    thread.start()
+    _ending[:] = [*(each for each in _ending if each.is_alive()), thread]
 
 
 def wait_until_ended() -> None:
-    """Wait for what ends the groups that were left: a process that ends itself meanwhile may crash."""
-    for each in _ending:
-        each.join(_MOST_S)
+    """Wait for the threads that end groups: a process that ends itself meanwhile may crash."""
+    threads, deadline = [*_ending], time.monotonic() + _END_TIMEOUT_S
+    _ending.clear()  # what does not end is waited for once
+    for each in threads:
+        each.join(max(0.0, deadline - time.monotonic()))
 
 
 def has_left() -> bool:
@@ -129,7 +138,7 @@ def close() -> None:
         dist.destroy_process_group()
 
 
-def close_beside() -> None:
+def close_in_thread() -> None:
     """`close`, without waiting for NCCL where there is one group: the next one can be made meanwhile."""
     global _before_abort
     groups = dist.distributed_c10d._world.pg_names
@@ -141,18 +150,27 @@ def close_beside() -> None:
     (group,) = groups
     groups.clear()  # torch would end it here, and wait
     dist.destroy_process_group()
-    _end_beside(group.abort if has_left() else group.shutdown)
+    _end_in_thread(group.abort if has_left() else group.shutdown)
 
 
 def warm_up(device: torch.device) -> None:
     """Start NCCL by a group of this process alone: the first one in a process takes 0.4 s more than others (H200)."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)  # type: ignore[attr-defined]  # no stub
-    is_first_group()
     try:
+        dist.init_process_group(
+            "nccl",
+            store=dist.HashStore(),  # type: ignore[attr-defined]  # no stub
+            rank=0,
+            world_size=1,
+            device_id=device,
+        )
         dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
     finally:
-        dist.destroy_process_group()
+        count_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # By this number the ranks name their groups, and one that was not formed has counted too.
+        dist.distributed_c10d._world.group_count = 0
 
 
 def make_room(device: torch.device) -> None:

@@ -61,6 +61,8 @@ class Task(Protocol):
     - ``export(folder)``: writes files that belong to the weights. If one is ``config.json``, the task is created again
       with that folder as its ``model``.
 
+    A rank of a node that joins a run calls ``model``, ``train_data`` and ``loss`` once before its attempt is known.
+
     Every rank creates its own task, with python's, numpy's and torch's generators seeded by ``--seed``, the same on all
     ranks: so is a random split of the data. Random values in ``__getitem__`` are the same after a resume only with
     ``--num-workers 0``.

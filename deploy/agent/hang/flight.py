@@ -1,7 +1,8 @@
 """Ask the ranks for torch's flight recorder, and compare which collectives each has entered. Standard library only.
 
-The recorder of a rank dumps when something is written to its pipe: torch's own where the backend is NCCL, that of
-`nodekit.training.world` where it is gloo. Names and formats: torch/csrc/distributed/c10d/FlightRecorder.hpp.
+The recorder of a rank dumps when something is written to its pipe: torch sees to that for a process's first group on
+NCCL, nodekit/training/group/recorder.py for all others. Names and formats:
+torch/csrc/distributed/c10d/FlightRecorder.hpp.
 """
 
 from __future__ import annotations
@@ -60,14 +61,23 @@ class Finding(NamedTuple):
 
 def environment(folder: Path, environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
     """The variables by which ranks leave their dumps in `folder`; what the user has set stays."""
-    is_new = tuple(int(each) for each in re.findall(r"\d+", torch_version)[:2]) >= (2, 8)
-    # Either version warns where it finds the other's name.
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
-    if not is_new:
-        names = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-    stem = str(folder / "rank")
-    wanted = {names[0]: NUM_ENTRIES, names[1]: stem, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem}
-    return {name: environ.get(name, value) for name, value in wanted.items()}
+    name = "TORCH_FR_DUMP_TEMP_FILE" if _is_new(torch_version) else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    wanted = dict.fromkeys((name, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"), str(folder / "rank"))
+    return {
+        **buffer_size(environ, torch_version),
+        **{name: environ.get(name, value) for name, value in wanted.items()},
+    }
+
+
+def buffer_size(environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
+    """The variable by which a rank records anything: torch reads it with the first collective of a process."""
+    name = "TORCH_FR_BUFFER_SIZE" if _is_new(torch_version) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    return {name: environ.get(name, NUM_ENTRIES)}
+
+
+def _is_new(torch_version: str) -> bool:
+    """Whether it has the newer names; either version warns where it finds the other's."""
+    return tuple(int(each) for each in re.findall(r"\d+", torch_version)[:2]) >= (2, 8)
 
 
 def ask(environ: Mapping[str, str], ranks: Sequence[int], *, timeout_s: float) -> dict[int, Record]:

@@ -87,13 +87,17 @@ class Attempts:
         self._record.forget_progress()
         self.ranks = {local_rank: local_rank for local_rank in range(spec.nproc_per_node)}
         self._expected_snapshot, self._world_size = "", spec.nproc_per_node
-        num_ranks = str(spec.max_nodes * spec.nproc_per_node)  # most often; nodes may differ
+        num_ranks = str(spec.max_nodes * spec.nproc_per_node)  # or so: other nodes may have other numbers
         self.workers.start(
             [
                 WorkerStart(
                     local_rank=local_rank,
                     argv=spec.argv,
-                    env={**self._environment(spec, None, local_rank), "NODEKIT_STANDBY": num_ranks},
+                    env={
+                        **self._environment(spec, None, local_rank),
+                        **flight.buffer_size(os.environ, torch.__version__),  # read when NCCL starts
+                        "NODEKIT_STANDBY": num_ranks,
+                    },
                     cwd=spec.code_dir,
                     # Who fails here is started again, and says so there.
                     log=str(self._folder / "standby.log"),

@@ -118,7 +118,7 @@ class KeepaliveServer:
                         del self._connected[identity]
                         self._wires.pop(identity, None)
                         self._lost.add(identity)
-                        self._send({"lost": identity})  # with the lock: before what is known later
+                        self._send({"lost": identity})  # under the lock: before a later `found`
                 if is_lost:
                     self._on_news({"lost": identity})
 

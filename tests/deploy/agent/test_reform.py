@@ -215,7 +215,7 @@ if __name__ == "__main__":
     begin = dist.init_process_group
     dist.init_process_group = lambda backend, device_id, **more: begin("gloo", **more)
     world.World.settle = lambda self: nccl.check()
-    nccl._end_beside = lambda _: connections.shut_down()
+    nccl._end_in_thread = lambda _: connections.shut_down()
     nccl.make_room = lambda _: None
     nccl.close = dist.destroy_process_group
     if os.path.exists("ahead"):
@@ -574,5 +574,5 @@ def test_a_node_is_lost_and_another_comes_in(
     ]
     for what in ("read", "model", "loss"):
         made = (agents.folder / f"code/{what}-by-{new['pid']}").stat().st_mtime
-        assert made < min(interrupted), "who comes in has read its data before, and trained a step of its own"
+        assert made < min(interrupted), "who comes in has read its data before, and computed a step"
     assert run.events("n2", "workers-started")[-1]["stayed"] == []
