@@ -63,9 +63,8 @@ def _compute_one_step(options: "Options", world: "World", task: "Task") -> None:
     from nodekit.training.engines.single import AMP_DTYPES
     from nodekit.training.process import rng
 
-    rng.seed_all(
-        options.seed, rank=0
-    )  # as in the attempt: a task may split its data at random when it is first asked
+    # As in the attempt: a task may split its data at random when it is first asked for it.
+    rng.seed_all(options.seed, rank=0)
     module = task.model()
     if begins_on_cpu(options):
         return  # the device may have no room for the whole

@@ -22,9 +22,9 @@ log = logging.getLogger("nodekit.training")
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _DUMP_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _ROOM_BYTES = 4 << 30
-"""Where less of a GPU is free, an earlier group's memory is waited for; a communicator has taken up to 1 GB."""
+"""Where less of a GPU is free, the memory of the earlier group is waited for: the next one may take as much."""
 _END_TIMEOUT_S = 30.0
-"""So long a process waits for them: NCCL may wait for a rank that is lost."""
+"""So long the end of earlier groups is waited for: NCCL may wait for a rank that is lost."""
 _given: list[str | None] = []
 """What the variable was before this process first changed it; not when this is imported, which a fork server may do."""
 _lock = threading.Lock()
