@@ -188,8 +188,10 @@ class World:
             else dist.HashStore()  # type: ignore[attr-defined]  # no stub
         )
         connections.remember()
+        is_answered_by_torch = False
         if self.backend == "nccl":
             nccl.make_room(self.device)
+            is_answered_by_torch = nccl.count_group() == 0
         dist.init_process_group(
             self.backend,
             store=store,
@@ -207,7 +209,6 @@ class World:
                 f"{self.backend}"
             )
         nccl.check()  # who was told of a loss before the group was there could abort nothing
-        is_answered_by_torch = self.backend == "nccl" and nccl.count_group() == 0
         if self.recorder_files and self.backend in ("gloo", "nccl") and not is_answered_by_torch:
             recorder.answer(*self._own_recorder_files(self.recorder_files), self.backend)
         self.stage("")  # what comes now is the script's: it may take long, and tell nothing
@@ -227,7 +228,7 @@ class World:
         if self.messages is not None:
             self.messages.ignore()
         if not goes_on:
-            nccl.wait_until_ended()
+            nccl.wait_until_ended()  # also where there is no group: the last one may still end
         if dist.is_initialized():
             nccl.close_in_thread() if goes_on else nccl.close()
             recorder.end()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from agents import until
 
+from nodekit.training import World
 from nodekit.training.group import nccl
 
 CUDA = torch.device("cuda", 0)
@@ -127,13 +130,35 @@ def test_a_start_of_nccl_that_fails_leaves_no_trace(end: SlowEnd, monkeypatch: p
     init = dist.init_process_group
 
     def fail(_backend: str, **more: Any) -> None:
-        init("gloo", **{**more, "device_id": None})
-        raise RuntimeError("NCCL error: unhandled system error")
+        """As where NCCL cannot start: torch has counted the group, and forms none."""
+        init("gloo", **{**more, "device_id": None, "world_size": 2, "timeout": timedelta(seconds=0.1)})
 
     monkeypatch.setattr(dist, "init_process_group", fail)
-    end.may_end.set()
     before = nccl._num_groups
-    with pytest.raises(RuntimeError, match="unhandled system error"):
+    with pytest.raises(RuntimeError, match="timeout"):
         nccl.warm_up(CUDA)
     assert (dist.is_initialized(), dist.distributed_c10d._world.group_count) == (False, 0)
     assert nccl._num_groups == before + 1
+
+
+def test_a_group_that_was_left_at_once_counts_as_the_first_too(
+    monkeypatch: pytest.MonkeyPatch, end: SlowEnd
+) -> None:
+    """For it torch has answered kit's question for the flight recorder, and for no later one."""
+    nccl.close_in_thread()
+    end.may_end.set()
+    init = dist.init_process_group
+    monkeypatch.setattr(nccl, "_num_groups", 0)
+    monkeypatch.setattr(nccl, "make_room", lambda _: None)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda _, **more: init("gloo", **{**more, "device_id": None})
+    )
+
+    def lost() -> None:
+        raise nccl.LostRank("another rank is lost")
+
+    monkeypatch.setattr(nccl, "check", lost)
+    world = replace(World.from_env({}), backend="nccl")
+    with pytest.raises(nccl.LostRank):
+        world.__enter__()
+    assert nccl._num_groups == 1

@@ -76,7 +76,6 @@ def run(
         attempt: joins the group of ``world``, unless it is the first one, and trains.
         may_stay: whether this process may go on in the attempt after this one.
     """
-    from nodekit.training.group import nccl
     from nodekit.training.process.kept import Kept
 
     # The search for garbage after an attempt is to go through what that has made, and not through all that the
@@ -90,7 +89,7 @@ def run(
             gc.collect()  # the next model needs the GPU's memory, and the last one may be in a cycle
         if (following := next_world(kept, world, stop, make)) is None:
             kept.save()
-            nccl.wait_until_ended()
+            world.close()
             return stop.exit_code
         world = following
         if world.messages is not None and world.messages.is_over:

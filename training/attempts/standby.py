@@ -55,12 +55,10 @@ def _compute_one_step(options: "Options", world: "World", task: "Task") -> None:
     Nothing of the task is trained or changed by that: another object of its class has the loss, and a model that it may
     keep is not updated.
     """
-    import torch
-
     from nodekit.training.data.evaluate import to_device
     from nodekit.training.data.loading import load_training_data
     from nodekit.training.engines.load import begins_on_cpu
-    from nodekit.training.engines.single import AMP_DTYPES
+    from nodekit.training.engines.single import autocast
     from nodekit.training.process import rng
 
     # As in the attempt: a task may split its data at random when it is first asked for it.
@@ -71,9 +69,8 @@ def _compute_one_step(options: "Options", world: "World", task: "Task") -> None:
     module = module.to(world.device)
     of_all = replace(world, world_size=world.standby_world_size)
     _, loader = load_training_data(replace(options, num_workers=0), of_all, task)
-    dtype = AMP_DTYPES[options.amp]
     module.train()
-    with torch.autocast(world.device.type, dtype=dtype, enabled=dtype != torch.float32):
+    with autocast(options, world.device):
         loss = copy.copy(task).loss(module, to_device(next(iter(loader)), world.device))
     loss.backward()  # type: ignore[no-untyped-call]
     module.zero_grad()

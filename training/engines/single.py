@@ -13,6 +13,12 @@ from nodekit.training.world import World
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def autocast(options: Options, device: torch.device) -> AbstractContextManager[Any]:
+    """Compute in the type of ``--amp``, where that is torch's to see to."""
+    dtype = AMP_DTYPES[options.amp]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
 class Engine:
     """Plain torch: autocast, a gradient scaler for fp16, and the optimizer.
 
@@ -47,8 +53,7 @@ class Engine:
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        dtype = AMP_DTYPES[self.options.amp]
-        return torch.autocast(self.world.device.type, dtype=dtype, enabled=dtype != torch.float32)
+        return autocast(self.options, self.world.device)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]

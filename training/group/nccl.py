@@ -72,7 +72,7 @@ def before_abort(call: Callable[[], None]) -> None:
 
 
 def count_group() -> int:
-    """Count a group that was made just now, and return how many this process has made before."""
+    """Count a group that is about to be made, and return how many this process has made before."""
     global _num_groups
     _num_groups += 1
     return _num_groups - 1
@@ -155,6 +155,7 @@ def close_in_thread() -> None:
 
 def warm_up(device: torch.device) -> None:
     """Start NCCL by a group of this process alone: the first one in a process takes 0.4 s more than others (H200)."""
+    count_group()
     try:
         dist.init_process_group(
             "nccl",
@@ -166,7 +167,6 @@ def warm_up(device: torch.device) -> None:
         dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
     finally:
-        count_group()
         if dist.is_initialized():
             dist.destroy_process_group()
         # By this number the ranks name their groups, and one that was not formed has counted too.

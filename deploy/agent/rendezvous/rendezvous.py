@@ -280,7 +280,8 @@ class Rendezvous:
         if news.get("explained"):
             self._explained_round = max(self._explained_round, number)
         self._broken_round = max(self._broken_round, number)
-        self._told_lost.update([news["lost"]] if "lost" in news else [])
+        if "lost" in news:
+            self._told_lost.add(news["lost"])
         self._told_lost.discard(news.get("found", ""))
         self._on_news()
 
