@@ -1,6 +1,7 @@
 """What every test gets: a home of its own, a clean environment, and a check that nothing is left running."""
 
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -83,6 +84,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """In the process that starts xdist's workers, or is the only one: their pythons (`warm_python`) are one for all."""
+    if not hasattr(config, "workerinput"):
+        warm_python.begin_session()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """What is behind them ends with this process."""
+    if not hasattr(config, "workerinput"):
+        warm_agents.end_session()
+        warm_python.end_session()
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays, and is not searched for garbage again and again."""
+    gc.freeze()
+
+
 _GIVEN = frozenset(os.environ)
 
 
@@ -115,12 +135,10 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_running() -> Iterator[None]:
     """Every process of the session carries a mark in its environment; at the end none may be left."""
-    mark = f"NODEKIT_TEST_SESSION={secrets.token_hex(8)}"
+    mark = f"{warm_python.MARK}={secrets.token_hex(8)}"
     name, _, value = mark.partition("=")
     os.environ[name] = value
     yield
-    warm_python.stop()
-    warm_agents.stop()
     deadline = time.monotonic() + 30  # what was killed just now needs a moment to end
     while (left := _processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)

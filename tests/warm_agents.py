@@ -11,6 +11,7 @@ started: that one passes signals on, and ends as the fork ends, and the fork wit
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import resource
@@ -18,9 +19,7 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,7 +34,8 @@ CLIENT = """\
 import os, sys
 if sys.argv[1:3] not in (["-m", "nodekit.deploy.agent"], ["-m", "nodekit.training.apply"]):
     os.execv({python!r}, sys.argv)  # by our name: it is what the host's kit starts its agent by
-import json, resource, signal, socket
+import json, resource, select, signal, socket
+signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})  # until they can be passed on
 numbers = [int(each) for each in os.listdir("/proc/self/fd")]
 numbers = [each for each in numbers if os.path.exists("/proc/self/fd/%d" % each)]
 files = [*numbers, *(os.open("/proc/self/ns/" + each, os.O_RDONLY) for each in {spaces!r})]
@@ -56,29 +56,24 @@ os.close(0)
 
 
 @functools.cache
-def _started() -> tuple[subprocess.Popen[bytes], Path, socket.socket]:
+def _started() -> tuple[Path, Path]:
+    """The folder of the program, and where the process behind it takes sockets to listen on."""
     # Beside the folder of the real python, so that this is its environment's, too.
-    folder = Path(tempfile.mkdtemp(prefix="warm-agents-", dir=sys.prefix))
-    client = folder / "python"
-    client.write_text(
-        CLIENT.format(python=sys.executable, address=folder.name, spaces=SPACES) + warm_python.IN_ITS_PLACE
-    )
-    client.chmod(0o700)
-    for beside in Path(sys.executable).parent.iterdir():
-        if not beside.name.startswith("python"):
-            (folder / beside.name).symlink_to(beside)  # what is on the ranks' PATH
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen(
-        [sys.executable, "-u", __file__, str(theirs.fileno())],
-        # Not the HOME of the test that happens to be the first: tests look for what theirs has left running.
-        env={**env, "HOME": str(folder), "XDG_STATE_HOME": str(folder), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,
-    )
-    theirs.close()
-    return process, folder, ours
+    folder, control = Path(sys.prefix, warm_python.session().name), warm_python.session() / "agents-take"
+    with warm_python.once(folder) as is_first:
+        if is_first:
+            text = CLIENT.format(
+                python=sys.executable, address=folder.name, spaces=SPACES, forwarded=warm_python.FORWARDED
+            )
+            client = folder / "python"
+            client.write_text(text + warm_python.IN_ITS_PLACE)
+            client.chmod(0o700)
+            for beside in Path(sys.executable).parent.iterdir():
+                if not beside.name.startswith("python"):
+                    (folder / beside.name).symlink_to(beside)  # what is on the ranks' PATH
+            env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+            warm_python.launch(__file__, str(control), env, home=folder)
+    return folder, control
 
 
 @functools.cache
@@ -88,24 +83,25 @@ def _listen_in(space: str, inode: int) -> None:
     A lab that is made again has others under the same paths, with inodes of their own: a namespace that is listened in
     stays.
     """
-    _, folder, maker = _started()
-    ours, theirs = socket.socketpair()
-    if not (child := os.fork()):
-        try:
-            with Path(space).open() as file:
-                _enter(file.fileno())
-            listening = socket.socket(socket.AF_UNIX)
+    folder, control = _started()
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        # In the namespace of this machine, another worker may have.
+        assert os.waitstatus_to_exitcode(status) in (0, errno.EADDRINUSE), f"cannot listen in {space}"
+        return
+    try:
+        with Path(space).open() as file:
+            _enter(file.fileno())
+        with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as maker:
             listening.bind(f"\0{folder.name}")
             listening.listen(100)
-            socket.send_fds(theirs, [b"x"], [listening.fileno()])
-        finally:
-            os._exit(0)
-    with ours:
-        theirs.close()
-        _, files, *_ = socket.recv_fds(ours, 1, 1)
-    os.waitpid(child, 0)
-    socket.send_fds(maker, [b"x"], files)
-    os.close(files[0])
+            maker.connect(str(control))
+            socket.send_fds(maker, [b"x"], [listening.fileno()])
+        os._exit(0)
+    except OSError as error:
+        os._exit(error.errno or 1)
+    finally:
+        os._exit(1)
 
 
 def program(lab: Lab | None = None) -> str:
@@ -115,18 +111,12 @@ def program(lab: Lab | None = None) -> str:
         *(str(lab.folder / "hosts" / name / "net") for name in (lab.hosts if lab else ())),
     ):
         _listen_in(space, Path(space).stat().st_ino)
-    return str(_started()[1] / "python")
+    return str(_started()[0] / "python")
 
 
-def stop() -> None:
-    """End that process, and with it all it has forked, if there is one."""
-    if _started.cache_info().currsize:
-        process, folder, ours = _started()
-        with process, ours:
-            process.kill()
-        shutil.rmtree(folder)
-        _started.cache_clear()
-        _listen_in.cache_clear()
+def end_session() -> None:
+    """Remove the program."""
+    shutil.rmtree(Path(sys.prefix, warm_python.session().name), ignore_errors=True)
 
 
 def _enter(space: int) -> None:
@@ -139,10 +129,10 @@ class _Maker(warm_python._Maker):
     MAX_FILES = 200
 
     def _take(self, control: socket.socket) -> None:
-        """Another socket to listen on; without one, the tests have ended."""
-        _, files, *_ = socket.recv_fds(control, 1, 1)
-        if not files:
-            os._exit(0)
+        """Another socket to listen on."""
+        connection, _ = control.accept()
+        with connection:
+            _, files, *_ = socket.recv_fds(connection, 1, 1)
         listening = socket.socket(fileno=files[0])
         self._selector.register(listening, selectors.EVENT_READ, lambda: self._accept(listening))
 
@@ -213,14 +203,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _main(control: socket.socket) -> NoReturn:
-    worker.die_with(os.getppid())
-    maker = _Maker(control)
+if __name__ == "__main__":
     from nodekit.deploy.agent.main import PRELOAD  # with torch, which the tests' own process can do without
 
-    maker.load((*PRELOAD, *warm_python.LIBRARIES))
-    maker.run()
-
-
-if __name__ == "__main__":
-    _main(socket.socket(fileno=int(sys.argv[1])))
+    warm_python.serve(sys.argv[1], (*PRELOAD, *warm_python.LIBRARIES), _Maker)

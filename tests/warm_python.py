@@ -11,6 +11,9 @@ Its pid is not the child's: SIGSTOP, resource limits and ``/proc/PID`` are for t
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
+import functools
 import gc
 import importlib
 import json
@@ -23,29 +26,42 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nodekit.deploy.agent.ranks import children, forkserver, worker
 
+RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 LIBRARIES = (
     *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.utils.tensorboard"),
     *("sklearn.datasets", "sklearn.metrics", "transformers", "transformers.trainer", "accelerate"),
-    *("lightning_fabric", "deepspeed", "torch.distributed.elastic.rendezvous.dynamic_rendezvous"),
+    *("lightning_fabric", "deepspeed", RENDEZVOUS),
     # When its first engine is made, DeepSpeed imports what torch.compile needs.
     *("deepspeed.ops.op_builder.all_ops", "torch._inductor.compile_fx", "horovod.torch"),
 )
+MARK = "NODEKIT_TEST_SESSION"
+"""The variable that all processes of a worker's tests carry (conftest)."""
 PRELOAD = (*LIBRARIES, "nodekit.training.loop", "nodekit.training.tasks.text")
 FORWARDED = tuple(
     int(each)
     for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 )
-# How a client goes on once it has asked: signals are passed on, and it ends as its child does.
+# How a client goes on once it has asked: signals are passed on, and it ends as its child does. The interpreter itself
+# writes the number of each down the connection: a handler in Python would not run if it came just before a read.
 IN_ITS_PLACE = f"""\
+connection.setblocking(False)
+signal.set_wakeup_fd(connection.fileno(), warn_on_full_buffer=False)
 for number in set({FORWARDED}) - set(ignored):
-    signal.signal(number, lambda number, frame: connection.sendall(b"%d\\n" % number))
-status = int(connection.makefile("rb").readline() or -signal.SIGKILL)
+    signal.signal(number, lambda number, frame: None)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {FORWARDED})
+said = b""
+while not said.endswith(b"\\n"):
+    select.select([connection], [], [])
+    said += (more := connection.recv(100))
+    if not more:
+        break
+status = int(said or -signal.SIGKILL)
 if status < 0:
     if -status not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(-status, signal.SIG_DFL)
@@ -54,7 +70,8 @@ os._exit(status)
 """
 CLIENT = """\
 #!{python} -IS
-import json, os, signal, socket, sys
+import json, os, select, signal, socket, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})  # until they can be passed on
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
 ignored = [each for each in signal.valid_signals() if signal.getsignal(each) == signal.SIG_IGN]
@@ -65,32 +82,67 @@ connection.sendall(asked[1:])
 """
 
 
-_running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+SESSION = "NODEKIT_WARM_PYTHONS"
+"""The variable with the folder of a session's programs: xdist's workers share the processes behind them."""
 
 
+def begin_session() -> None:
+    """Have programs be made for this process and its children; those behind them end with it."""
+    os.environ[SESSION] = tempfile.mkdtemp(prefix=f"warm-{os.getpid()}-")
+
+
+def end_session() -> None:
+    """Remove the programs."""
+    shutil.rmtree(os.environ.pop(SESSION))
+
+
+def session() -> Path:
+    """The folder of this session's programs."""
+    return Path(os.environ[SESSION])
+
+
+def end_with_session(selector: selectors.BaseSelector) -> None:
+    """End, and with us all that we have forked, when the process ends that has begun the session."""
+    of = int(session().name.split("-")[1])
+    selector.register(os.pidfd_open(of), selectors.EVENT_READ, lambda: os._exit(0))
+
+
+@functools.cache
 def started(maker: str) -> Path:
     """The program's path; the process behind it, a file of ours that calls `serve`, is started by the first call."""
-    if maker not in _running:
-        _running[maker] = _start(maker)
-    return _running[maker][1] / "python"
-
-
-def _start(maker: str) -> tuple[subprocess.Popen[bytes], Path]:
-    folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
+    folder = session() / Path(maker).stem
     client, address = folder / "python", folder / "socket"
-    client.write_text(CLIENT.format(python=sys.executable, address=str(address)) + IN_ITS_PLACE)
-    client.chmod(0o700)
-    process = subprocess.Popen(
-        [sys.executable, "-u", maker, str(address)],
-        # Not the HOME of the test that happens to be the first: tests look for what theirs has left running.
-        env={**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder)},
+    with once(folder) as is_first:
+        if is_first:
+            text = CLIENT.format(python=sys.executable, address=str(address), forwarded=FORWARDED)
+            client.write_text(text + IN_ITS_PLACE)
+            client.chmod(0o700)
+            launch(maker, str(address), os.environ, home=folder)
+    return client
+
+
+@contextlib.contextmanager
+def once(folder: Path) -> Iterator[bool]:
+    """Make a folder, or wait until another worker has filled it; yields whether it is this one that does."""
+    with Path(session(), f"{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_first = not folder.exists()
+        folder.mkdir(exist_ok=True)
+        yield is_first
+
+
+def launch(maker: str, argument: str, env: Mapping[str, str], *, home: Path) -> None:
+    """Start the process behind a program, and wait until it listens."""
+    # Neither the HOME nor the mark of whoever is the first: tests look for what theirs have left running.
+    own = {"HOME": str(home), "XDG_STATE_HOME": str(home), "OMP_NUM_THREADS": "1", MARK: ""}
+    subprocess.run(
+        [sys.executable, "-u", maker, argument],
+        env={**env, **own},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         start_new_session=True,
+        check=True,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"listens\n", "it did not start"
-    return process, folder
 
 
 def program() -> str:
@@ -105,15 +157,6 @@ TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
 def environment() -> dict[str, str]:
     """What the process behind it was started with and a caller has to hand on, for its ranks to be forks too."""
     return {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": program()}
-
-
-def stop() -> None:
-    """End the processes behind such programs, and with them all they have forked."""
-    while _running:
-        _, (process, folder) = _running.popitem()
-        with process:
-            process.kill()
-        shutil.rmtree(folder)
 
 
 class _Maker(forkserver._Server):
@@ -135,18 +178,21 @@ class _Maker(forkserver._Server):
         """Child → whom signals are for, if that is not the child."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ, lambda: self._take(listening))
+        end_with_session(self._selector)
 
     def load(self, preload: Iterable[str]) -> None:
         """Import what children are not to import."""
         for name in preload:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        if rendezvous := sys.modules.get(LIBRARIES[-1]):
+        if rendezvous := sys.modules.get(RENDEZVOUS):
             # Upstream's, for an event that goes nowhere, reads the sources of the stack: half of what torchrun costs.
+            assert hasattr(rendezvous, "get_method_name")
             rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has but one thread"
         gc.collect()
         gc.freeze()
+        _collapse()
 
     def run(self) -> NoReturn:
         while True:
@@ -220,8 +266,8 @@ class _Maker(forkserver._Server):
             if not said:
                 self._selector.unregister(connection)
                 children.signal_groups({0: pid}, signal.SIGKILL)
-            for line in said.splitlines():
-                os.kill(pid, int(line))
+            for number in said:
+                os.kill(pid, number)
 
     def _ended(self, connection: socket.socket, pid: int, ended: int) -> None:
         _, status = os.waitpid(pid, 0)
@@ -233,16 +279,27 @@ class _Maker(forkserver._Server):
             connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
-def serve(address: str, preload: Iterable[str], kind: type[_Maker] = _Maker) -> NoReturn:
-    """Listen, import, and fork for whoever asks."""
-    worker.die_with(os.getppid())
+def _collapse() -> None:
+    """Have memory in large pages, where Linux can (6.1): to fork, and to end, then costs a third."""
+    collapse = 25  # MADV_COLLAPSE
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, mode, _, _, inode, *_ = line.split(maxsplit=5)
+        start, end = (int(each, 16) for each in place.split("-"))
+        if mode.startswith("rw") and inode == "0":
+            madvise(start, end - start, collapse)
+
+
+def serve(address: str, preload: Iterable[str], kind: type[_Maker] = _Maker) -> None:
+    """Listen, and in a child that stays import, and fork for whoever asks."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen(100)
-        maker = kind(listening)
-        print("listens")
-        maker.load(preload)
-        maker.run()
+        if not os.fork():
+            maker = kind(listening)
+            maker.load(preload)
+            maker.run()
 
 
 if __name__ == "__main__":
