@@ -139,7 +139,7 @@ def launch(maker: str, argument: str, env: Mapping[str, str], *, home: Path) -> 
         [sys.executable, "-u", maker, argument],
         env={**env, **own},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,  # python makes of its own what cannot seek, as a child's may not
         start_new_session=True,
         check=True,
     )
@@ -296,6 +296,7 @@ def serve(address: str, preload: Iterable[str], kind: type[_Maker] = _Maker) -> 
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen(100)
+        os.dup2(2, 1)
         if not os.fork():
             maker = kind(listening)
             maker.load(preload)
