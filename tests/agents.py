@@ -175,6 +175,8 @@ class Agents:
 
 LEFT_WAITING = "another rank is lost, and this one still waits for it"
 """What a rank says that gloo leaves waiting."""
+THREAD_LEFT_WAITING = "its threads of the last attempt have not ended"
+"""What one says of which gloo leaves Horovod's thread waiting."""
 
 
 def again_if_left_waiting(test: Callable[..., None]) -> Callable[..., None]:
@@ -190,7 +192,7 @@ def again_if_left_waiting(test: Callable[..., None]) -> Callable[..., None]:
             test(agents=agents, **fixtures)
         except (AssertionError, ValueError):  # of one attempt more than it unpacks
             logs = [path.read_text() for path in agents.folder.glob("n*/logs/*.log")]
-            if not any(LEFT_WAITING in log for log in logs):
+            if not any(text in log for log in logs for text in (LEFT_WAITING, THREAD_LEFT_WAITING)):
                 raise
             again = Agents(agents.folder / "once more")
             try:

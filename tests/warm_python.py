@@ -11,7 +11,6 @@ Its pid is not the child's: SIGSTOP, resource limits and ``/proc/PID`` are for t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import gc
@@ -192,7 +191,6 @@ class _Maker(forkserver._Server):
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has but one thread"
         gc.collect()
         gc.freeze()
-        _collapse()
 
     def run(self) -> NoReturn:
         while True:
@@ -277,18 +275,6 @@ class _Maker(forkserver._Server):
             self._selector.unregister(connection)
         with contextlib.suppress(OSError), connection:
             connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
-
-
-def _collapse() -> None:
-    """Have memory in large pages, where Linux can (6.1): to fork, and to end, then costs a third."""
-    collapse = 25  # MADV_COLLAPSE
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        place, mode, _, _, inode, *_ = line.split(maxsplit=5)
-        start, end = (int(each, 16) for each in place.split("-"))
-        if mode.startswith("rw") and inode == "0":
-            madvise(start, end - start, collapse)
 
 
 def serve(address: str, preload: Iterable[str], kind: type[_Maker] = _Maker) -> None:
