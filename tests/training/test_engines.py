@@ -100,25 +100,27 @@ def train_on_sentences(folder: Path, way: Sequence[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def sentences_by_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of two epochs, of 16 steps each."""
+def sentences_by_ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], float]:
+    """The losses of two epochs, of 16 steps each, and the accuracy after them."""
     folder = tmp_path_factory.mktemp("sentences")
     train_on_sentences(folder, ["--engine", "ddp"])
     found = losses(folder)
     assert found[32] < found[1] - 0.2
-    return found
+    return found, json.loads((folder / "result.json").read_text())["accuracy"]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "".join(way[1:]))
+@pytest.mark.parametrize("way", [["--engine", "ddp"], *WAYS], ids=lambda way: "".join(way[1:]))
 def test_every_engine_trains_on_sentences_as_ddp_does_until_it_is_no_better(
-    way: list[str], sentences_by_ddp: dict[int, float], tmp_path: Path
+    way: list[str], sentences_by_ddp: tuple[dict[int, float], float], tmp_path: Path
 ) -> None:
     said = train_on_sentences(tmp_path, way)
-    assert losses(tmp_path) == pytest.approx(sentences_by_ddp, abs=5e-4)
+    by_ddp, accuracy = sentences_by_ddp
+    assert losses(tmp_path) == pytest.approx(by_ddp, abs=5e-4)
     why = "same was no better than 1.0000 in 1 evaluation (--early-stop 1)"
     assert f"ended early at step 32/144: {why}" in said
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["stopped_early"], result["steps"], result["epochs"]) == (why, 32, 2)
+    assert result["accuracy"] == pytest.approx(accuracy, abs=0.02)
     assert any((tmp_path / "snapshots").glob("*32*"))
     first, second = (torch.load(tmp_path / f"model_{epoch}.pth", weights_only=True) for epoch in (1, 2))
     last = read_weights(tmp_path / "last")
