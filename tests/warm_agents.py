@@ -6,13 +6,18 @@ python, but for ``-m nodekit.deploy.agent`` and ``-m nodekit.training.apply``: t
 (`warm_python`) of one process which has imported torch, in the namespaces of who asked for it, with its files, folder
 and environment. kit itself is imported anew, from where PYTHONPATH has it. The fork's pid is not the one that kit has
 started: that one passes signals on, and ends as the fork ends, and the fork with it.
+
+What kit sends to a host's python becomes a fork too, of a process without torch, which has compiled all of it: a test's
+commands start hundreds, and most of what each costs is to begin.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import errno
 import functools
+import gc
 import os
 import resource
 import selectors
@@ -20,60 +25,54 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import warm_python
 
 from nodekit.deploy.agent.ranks import forkserver, worker
+from nodekit.deploy.connect import channel
 from nodekit.deploy.lab.lab_cluster import Lab
 
-SPACES = ("net", "uts", "ipc", "mnt", "pid")
-CLIENT = """\
-#!{python} -IS
-import os, sys
-if sys.argv[1:3] not in (["-m", "nodekit.deploy.agent"], ["-m", "nodekit.training.apply"]):
-    os.execv({python!r}, sys.argv)  # by our name: it is what the host's kit starts its agent by
-import json, resource, select, signal, socket
-signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})  # until they can be passed on
-numbers = [int(each) for each in os.listdir("/proc/self/fd")]
-numbers = [each for each in numbers if os.path.exists("/proc/self/fd/%d" % each)]
-files = [*numbers, *(os.open("/proc/self/ns/" + each, os.O_RDONLY) for each in {spaces!r})]
-connection = socket.socket(socket.AF_UNIX)
-connection.connect("\\0{address}")
-limits = [(each, resource.getrlimit(each)) for each in range(16)]
-ignored = [each for each in signal.valid_signals() if signal.getsignal(each) == signal.SIG_IGN]
-asked = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "numbers": numbers, "limits": limits}}
-asked["ignored"] = ignored
-said = json.dumps(asked).encode() + b"\\n"
-socket.send_fds(connection, [said[:1]], files)
-connection.sendall(said[1:])
-for each in numbers:
-    if each > 2:
-        os.close(each)  # sockets that the agent is handed: nobody else is to keep them
-os.close(0)
-"""
+KINDS = {"agents": ("-u",), "programs": ()}
+"""What is behind it, and how python is to be started for that."""
+PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _folder() -> Path:
+    """Beside the folder of the real python, so that this is its environment's, too."""
+    return Path(sys.prefix, warm_python.session().name)
 
 
 @functools.cache
-def _started() -> tuple[Path, Path]:
-    """The folder of the program, and where the process behind it takes sockets to listen on."""
-    # Beside the folder of the real python, so that this is its environment's, too.
-    folder, control = Path(sys.prefix, warm_python.session().name), warm_python.session() / "agents-take"
+def _started() -> Path:
+    """The program's path."""
+    folder = _folder()
     with warm_python.once(folder) as is_first:
         if is_first:
-            text = CLIENT.format(
-                python=sys.executable, address=folder.name, spaces=SPACES, forwarded=warm_python.FORWARDED
+            addresses = {kind.upper(): _address(kind) for kind in KINDS}
+            warm_python.compile_client(
+                folder / "python", PYTHON=sys.executable, BOOT=channel.BOOT, **addresses
             )
-            client = folder / "python"
-            client.write_text(text + warm_python.IN_ITS_PLACE)
-            client.chmod(0o700)
             for beside in Path(sys.executable).parent.iterdir():
                 if not beside.name.startswith("python"):
                     (folder / beside.name).symlink_to(beside)  # what is on the ranks' PATH
+            (folder / "boot.py").write_text(channel.BOOT)
             env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-            warm_python.launch(__file__, str(control), env, home=folder)
-    return folder, control
+            for kind, flags in KINDS.items():
+                warm_python.launch(__file__, _control(kind), env, home=folder, flags=flags)
+    return folder / "python"
+
+
+def _address(kind: str) -> str:
+    """What its sockets are named in every network namespace."""
+    return f"{warm_python.session().name}-{kind}"
+
+
+def _control(kind: str) -> str:
+    """Where it takes sockets to listen on."""
+    return str(warm_python.session() / kind)
 
 
 @functools.cache
@@ -83,7 +82,7 @@ def _listen_in(space: str, inode: int) -> None:
     A lab that is made again has others under the same paths, with inodes of their own: a namespace that is listened in
     stays.
     """
-    folder, control = _started()
+    _started()
     if child := os.fork():
         _, status = os.waitpid(child, 0)
         # In the namespace of this machine, another worker may have.
@@ -92,11 +91,12 @@ def _listen_in(space: str, inode: int) -> None:
     try:
         with Path(space).open() as file:
             _enter(file.fileno())
-        with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as maker:
-            listening.bind(f"\0{folder.name}")
-            listening.listen(100)
-            maker.connect(str(control))
-            socket.send_fds(maker, [b"x"], [listening.fileno()])
+        for kind in KINDS:
+            with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as maker:
+                listening.bind(f"\0{_address(kind)}")
+                listening.listen(100)
+                maker.connect(_control(kind))
+                socket.send_fds(maker, [b"x"], [listening.fileno()])
         os._exit(0)
     except OSError as error:
         os._exit(error.errno or 1)
@@ -111,12 +111,12 @@ def program(lab: Lab | None = None) -> str:
         *(str(lab.folder / "hosts" / name / "net") for name in (lab.hosts if lab else ())),
     ):
         _listen_in(space, Path(space).stat().st_ino)
-    return str(_started()[0] / "python")
+    return str(_started())
 
 
 def end_session() -> None:
     """Remove the program."""
-    shutil.rmtree(Path(sys.prefix, warm_python.session().name), ignore_errors=True)
+    shutil.rmtree(_folder(), ignore_errors=True)
 
 
 def _enter(space: int) -> None:
@@ -167,10 +167,12 @@ class _Maker(warm_python._Maker):
                 *self._path,
             ]
             self._env = asked["env"]
-            argv = ["python", *asked["argv"]]
-            self._become({**asked, "argv": argv}, forkserver.Target.parse(argv))
+            self._become(asked, self._target(asked))
         finally:
             os._exit(1)
+
+    def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
+        return forkserver.Target.parse(asked["argv"])
 
     @staticmethod
     def _hand_over(files: dict[int, int]) -> None:
@@ -184,9 +186,33 @@ class _Maker(warm_python._Maker):
         os.closerange(free, free + len(files))
 
 
+class _Programs(_Maker):
+    def load(self, preload: Iterable[str]) -> None:
+        """Compile what kit sends to hosts, and import what that imports."""
+        super().load(preload)
+        text = channel._program()
+        sent = {(channel.source(name), f"{name.rpartition('.')[2]}.py") for name in preload}
+        codes = {(text, "nodekit"): compile(text, "nodekit", "exec")}
+        codes |= {(text, name): compile(text, name, "exec") for text, name in sent}
+        anew = compile
+
+        def compile_once(text: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+            known = codes.get((text, name)) if isinstance(text, (str, bytes)) else None
+            return known or anew(text, name, *args, **kwargs)
+
+        builtins.compile = compile_once  # type: ignore[assignment]
+        # A fork would forget kit's own modules, and so take them apart.
+        self._ours = [sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "nodekit"]
+        gc.freeze()
+
+    def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
+        sys.executable = str(_folder() / "python")
+        return forkserver.Target(str(_folder() / "boot.py"), False, [])
+
+
 def _end_as(pid: int) -> NoReturn:
     """Wait for the agent, and end as it has ended."""
-    for number in warm_python.FORWARDED:
+    for number in PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its pid stays its own
     assert ended is not None
@@ -204,6 +230,10 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    from nodekit.deploy.agent.main import PRELOAD  # with torch, which the tests' own process can do without
+    if sys.argv[1] == _control("programs"):
+        names = (*channel.OFFERED, "server")
+        warm_python.serve(sys.argv[1], [f"nodekit.deploy.host.{name}" for name in names], _Programs)
+    else:
+        from nodekit.deploy.agent.main import PRELOAD  # with torch, which the others can do without
 
-    warm_python.serve(sys.argv[1], (*PRELOAD, *warm_python.LIBRARIES), _Maker)
+        warm_python.serve(sys.argv[1], (*PRELOAD, *warm_python.LIBRARIES), _Maker)

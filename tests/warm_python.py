@@ -1,9 +1,10 @@
 """A python that is there at once: a fork of one process that has imported torch and its friends already.
 
 A test that starts the shared module spends most of its time in imports, in every rank anew. `program` is the path of a
-program to be used as ``python`` is. It has that one process fork a child, which becomes what was asked for as kit's own
-ranks do (deploy/agent/ranks/forkserver.py), with the caller's files, folder and environment; it passes signals on and
-ends as the child ends. What a fork cannot be (``python -c``, another PYTHONPATH) is executed by the real python.
+program (warm_client.c) to be used as ``python`` is. It has that one process fork a child, which becomes what was asked
+for as kit's own ranks do (deploy/agent/ranks/forkserver.py), with the caller's files, folder and environment; it passes
+signals on and ends as the child ends. What a fork cannot be (``python -c``, another PYTHONPATH) is executed by the real
+python.
 
 Its pid is not the child's: SIGSTOP, resource limits and ``/proc/PID`` are for the real one, ``sys.executable``.
 """
@@ -25,7 +26,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,45 +43,6 @@ LIBRARIES = (
 MARK = "NODEKIT_TEST_SESSION"
 """The variable that all processes of a worker's tests carry (conftest)."""
 PRELOAD = (*LIBRARIES, "nodekit.training.loop", "nodekit.training.tasks.text")
-FORWARDED = tuple(
-    int(each)
-    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-)
-# How a client goes on once it has asked: signals are passed on, and it ends as its child does. The interpreter itself
-# writes the number of each down the connection: a handler in Python would not run if it came just before a read.
-IN_ITS_PLACE = f"""\
-connection.setblocking(False)
-signal.set_wakeup_fd(connection.fileno(), warn_on_full_buffer=False)
-for number in set({FORWARDED}) - set(ignored):
-    signal.signal(number, lambda number, frame: None)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {FORWARDED})
-said = b""
-while not said.endswith(b"\\n"):
-    select.select([connection], [], [])
-    said += (more := connection.recv(100))
-    if not more:
-        break
-status = int(said or -signal.SIGKILL)
-if status < 0:
-    if -status not in (signal.SIGKILL, signal.SIGSTOP):
-        signal.signal(-status, signal.SIG_DFL)
-    os.kill(os.getpid(), -status)
-os._exit(status)
-"""
-CLIENT = """\
-#!{python} -IS
-import json, os, select, signal, socket, sys
-signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})  # until they can be passed on
-connection = socket.socket(socket.AF_UNIX)
-connection.connect({address!r})
-ignored = [each for each in signal.valid_signals() if signal.getsignal(each) == signal.SIG_IGN]
-asked = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "ignored": ignored}}
-asked = json.dumps(asked).encode() + b"\\n"
-socket.send_fds(connection, [asked[:1]], [0, 1, 2])
-connection.sendall(asked[1:])
-"""
-
-
 SESSION = "NODEKIT_WARM_PYTHONS"
 """The variable with the folder of a session's programs: xdist's workers share the processes behind them."""
 
@@ -113,9 +75,7 @@ def started(maker: str) -> Path:
     client, address = folder / "python", folder / "socket"
     with once(folder) as is_first:
         if is_first:
-            text = CLIENT.format(python=sys.executable, address=str(address), forwarded=FORWARDED)
-            client.write_text(text + IN_ITS_PLACE)
-            client.chmod(0o700)
+            compile_client(client, ADDRESS=str(address))
             launch(maker, str(address), os.environ, home=folder)
     return client
 
@@ -130,12 +90,20 @@ def once(folder: Path) -> Iterator[bool]:
         yield is_first
 
 
-def launch(maker: str, argument: str, env: Mapping[str, str], *, home: Path) -> None:
+def compile_client(client: Path, **names: str) -> None:
+    """Make the program, of its source and these words."""
+    words = [f"-D{name}={json.dumps(value)}" for name, value in names.items()]
+    subprocess.run(["cc", "-O1", *words, "-o", client, Path(__file__).with_name("warm_client.c")], check=True)
+
+
+def launch(
+    maker: str, argument: str, env: Mapping[str, str], *, home: Path, flags: Sequence[str] = ("-u",)
+) -> None:
     """Start the process behind a program, and wait until it listens."""
     # Neither the HOME nor the mark of whoever is the first: tests look for what theirs have left running.
     own = {"HOME": str(home), "XDG_STATE_HOME": str(home), "OMP_NUM_THREADS": "1", MARK: ""}
     subprocess.run(
-        [sys.executable, "-u", maker, argument],
+        [sys.executable, *flags, maker, argument],
         env={**env, **own},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,  # python makes of its own what cannot seek, as a child's may not
@@ -206,12 +174,10 @@ class _Maker(forkserver._Server):
         if of[1] != os.geteuid():
             connection.close()
             return
-        data, files, *_ = socket.recv_fds(connection, 1 << 16, self.MAX_FILES)
-        while data and not data.endswith(b"\n"):
-            more = connection.recv(1 << 20)
-            data = data + more if more else b""
-        if data:
-            pid = self._fork(json.loads(data), files)
+        length, files, *_ = socket.recv_fds(connection, 11, self.MAX_FILES)
+        data = connection.recv(int(length or 0), socket.MSG_WAITALL)
+        if data and len(data) == int(length):
+            pid = self._fork(_asked(data), files)
             ended = os.pidfd_open(pid)
             whom = self._agents.pop(pid, pid)
             self._selector.register(connection, selectors.EVENT_READ, lambda: self._heard(connection, whom))
@@ -229,9 +195,8 @@ class _Maker(forkserver._Server):
             for number, each in enumerate(files):
                 os.dup2(each, number)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-            argv = ["python", *asked["argv"]]
             env = {name: value for name, value in asked["env"].items() if name != TORCHS_OWN}
-            target = forkserver.Target.parse(argv)
+            target = forkserver.Target.parse(asked["argv"])
             self._ignore(asked["ignored"])
             if why := forkserver._refusal(target, self._as_ours(env), asked["cwd"], self._env):
                 names = why.partition("environment differs in ")[2]
@@ -239,7 +204,7 @@ class _Maker(forkserver._Server):
                     os.write(2, os.fsencode(f"not a fork: {why}\n"))
                     os._exit(1)
                 target = None
-            self._become({**asked, "argv": argv, "env": env}, target)
+            self._become({**asked, "env": env}, target)
         finally:
             os._exit(1)
 
@@ -275,6 +240,25 @@ class _Maker(forkserver._Server):
             self._selector.unregister(connection)
         with contextlib.suppress(OSError), connection:
             connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+
+
+def _asked(data: bytes) -> dict[str, Any]:
+    """What a client has been started with, of the words that it sends."""
+    count, *words = map(os.fsdecode, data.split(b"\0")[:-1])
+    argv, (cwd, *lists), env = (
+        words[: int(count)],
+        words[int(count) : int(count) + 4],
+        words[int(count) + 4 :],
+    )
+    ignored, numbers, limits = ([*map(int, each.split())] for each in lists)
+    return {
+        "argv": ["python", *argv],
+        "cwd": cwd,
+        "ignored": ignored,
+        "numbers": numbers,
+        "limits": [*enumerate(zip(limits[::2], limits[1::2], strict=True))],
+        "env": dict(each.split("=", 1) for each in env if "=" in each),
+    }
 
 
 def serve(address: str, preload: Iterable[str], kind: type[_Maker] = _Maker) -> None:
