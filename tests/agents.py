@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,7 +76,7 @@ class Agents:
         names = [f"n{number}" for number in range(num_nodes)]
         secrets = changes.pop("secrets", {})
         for name in names:
-            self.channels[name] = open_local(name, sys.executable)
+            self.channels[name] = open_local(name, warm_agents.program())
         port = self.channels["n0"].call("hold_port", timeout_s=ANSWER_S, address="127.0.0.1")
         for name in names:
             self._prestart(name, python, secrets)

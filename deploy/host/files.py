@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import stat
-import threading
 import time
 from typing import Any, Callable, List, Optional, TypeVar, Union
 
@@ -132,8 +131,9 @@ def tail(path: str, size: int = 4096) -> str:
 
 def write_private(path: str, data: bytes, durable: bool = False) -> None:
     """Write a 0600 file in one step: a reader sees all of it or the one before; `durable`: also after a power loss."""
-    draft = "%s.%d.%d" % (path, os.getpid(), threading.get_ident())
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    # A shared folder has several writers, which in containers may well have the same pid.
+    draft = "%s.%s" % (path, os.urandom(8).hex())
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
             while data:

@@ -248,7 +248,7 @@ class Lab:
         return ", ".join(["up" if self.is_alive(host) else "crashed", *faults])
 
     def processes(self, host: str) -> dict[int, list[str]]:
-        """Every process of a host, its init and sshd too: pid *on this machine* → argv."""
+        """Every process of a host that has not ended, its init and sshd too: pid *on this machine* → argv."""
         init = self._init(host)
         found: dict[int, list[str]] = {}
         if init is None or not init.is_alive:
@@ -258,7 +258,8 @@ class Lab:
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 if (entry / "ns/pid").readlink() == namespace:
                     argv = (entry / "cmdline").read_bytes().split(b"\0")[:-1]
-                    found[int(entry.name)] = [os.fsdecode(word) for word in argv]
+                    if argv:  # else it waits for its parent to see its end
+                        found[int(entry.name)] = [os.fsdecode(word) for word in argv]
         return found
 
     def crash(self, host: str) -> None:

@@ -33,7 +33,8 @@ class Digits(Classifier):
     labels = tuple("0123456789")
 
     def __init__(self) -> None:
-        rows = np.loadtxt(gzip.decompress(_data_file().read_bytes()).decode().splitlines(), delimiter=",")
+        lines = gzip.decompress(_data_file().read_bytes()).decode().splitlines()
+        rows = np.loadtxt(lines, delimiter=",", dtype=np.uint8)  # as float64 it takes ten times as long
         order = np.random.default_rng(0).permutation(len(rows))  # the same split whatever --seed is
         pixels = torch.tensor(rows[order, :64], dtype=torch.float32).view(-1, 1, 8, 8) / 16
         labels = torch.tensor(rows[order, 64], dtype=torch.int64)

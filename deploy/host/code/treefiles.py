@@ -280,7 +280,7 @@ def read_text(path: str) -> str:
 
 def write_text(path: str, text: str) -> None:
     """Write a file beside a folder, in one step."""
-    draft = f"{path}.{os.getpid()}"
-    with open(draft, "w", encoding="utf-8", errors="surrogateescape") as file:
+    draft = f"{path}.{os.urandom(8).hex()}"  # a shared folder has several writers
+    with open(draft, "x", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
     os.replace(draft, path)

@@ -23,3 +23,19 @@ def test_a_folder_that_cannot_be_made_is_an_error(folder: str, tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"File exists|Not a directory|No such file"):
         files.make_private(tmp_path / folder)
+
+
+def test_two_writers_of_a_shared_folder_may_have_the_same_pid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replace = str(tmp_path / "fence"), os.replace
+
+    def other_comes_first(draft: str, to: str) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        files.write_private(path, b"the other's")
+        replace(draft, to)
+
+    monkeypatch.setattr(os, "replace", other_comes_first)
+    files.write_private(path, b"ours")
+    assert Path(path).read_bytes() == b"ours"
+    assert files.names(str(tmp_path)) == ["fence"]
