@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 from nodekit.deploy.agent.ranks import forkserver
 
+gc.disable()  # until all tests are imported, see pytest_collection_finish
+
 # Tests share the cores. With a thread for each core in every rank, threads wait for each other in a loop: each step
 # then takes three times the processor time.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -101,6 +103,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """What has been imported stays, and is not searched for garbage again and again."""
     gc.freeze()
+    gc.enable()
 
 
 _GIVEN = frozenset(os.environ)

@@ -13,6 +13,7 @@ commands start hundreds, and most of what each costs is to begin.
 
 from __future__ import annotations
 
+import _imp
 import builtins
 import ctypes
 import errno
@@ -27,10 +28,13 @@ import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import warm_python
 
+import nodekit.deploy.host
+import nodekit.training
 from nodekit.deploy.agent.ranks import forkserver, worker
 from nodekit.deploy.connect import channel
 from nodekit.deploy.lab.lab_cluster import Lab
@@ -186,21 +190,18 @@ class _Maker(warm_python._Maker):
         os.closerange(free, free + len(files))
 
 
+class _Agents(_Maker):
+    def load(self, preload: Iterable[str]) -> None:
+        """Compile what agents import from where kit has put it on their hosts."""
+        super().load(preload)
+        _compile_beforehand([nodekit.deploy, nodekit.training])
+
+
 class _Programs(_Maker):
     def load(self, preload: Iterable[str]) -> None:
         """Compile what kit sends to hosts, and import what that imports."""
         super().load(preload)
-        text = channel._program()
-        sent = {(channel.source(name), f"{name.rpartition('.')[2]}.py") for name in preload}
-        codes = {(text, "nodekit"): compile(text, "nodekit", "exec")}
-        codes |= {(text, name): compile(text, name, "exec") for text, name in sent}
-        anew = compile
-
-        def compile_once(text: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-            known = codes.get((text, name)) if isinstance(text, (str, bytes)) else None
-            return known or anew(text, name, *args, **kwargs)
-
-        builtins.compile = compile_once  # type: ignore[assignment]
+        _compile_beforehand([nodekit.deploy.host], channel._program())
         # A fork would forget kit's own modules, and so take them apart.
         self._ours = [sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "nodekit"]
         gc.freeze()
@@ -208,6 +209,24 @@ class _Programs(_Maker):
     def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
         sys.executable = str(_folder() / "python")
         return forkserver.Target(str(_folder() / "boot.py"), False, [])
+
+
+def _compile_beforehand(packages: Iterable[ModuleType], *more: bytes) -> None:
+    """Have sources be compiled here, and in no fork, whatever its copies of them are called."""
+    anew = compile
+    files = [file for package in packages for file in Path(package.__path__[0]).resolve().rglob("*.py")]
+    sources = [*more, *(file.read_bytes() for file in files)]
+    codes = {source: anew(source, "", "exec", dont_inherit=True) for source in sources}
+
+    def compile_once(source: Any, name: Any, mode: str, flags: int = 0, *args: Any, **kwargs: Any) -> Any:
+        data = source.encode("utf-8", "replace") if isinstance(source, str) else source
+        if flags or mode != "exec" or not isinstance(data, bytes) or data not in codes:
+            return anew(source, name, mode, flags, *args, **kwargs)
+        _imp._fix_co_filename(codes[data], name)
+        return codes[data]
+
+    builtins.compile = compile_once  # type: ignore[assignment]
+    gc.freeze()
 
 
 def _end_as(pid: int) -> NoReturn:
@@ -236,4 +255,4 @@ if __name__ == "__main__":
     else:
         from nodekit.deploy.agent.main import PRELOAD  # with torch, which the others can do without
 
-        warm_python.serve(sys.argv[1], (*PRELOAD, *warm_python.LIBRARIES), _Maker)
+        warm_python.serve(sys.argv[1], (*PRELOAD, *warm_python.LIBRARIES), _Agents)

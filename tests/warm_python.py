@@ -149,6 +149,7 @@ class _Maker(forkserver._Server):
 
     def load(self, preload: Iterable[str]) -> None:
         """Import what children are not to import."""
+        gc.disable()  # imports leave no garbage
         for name in preload:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
@@ -159,6 +160,7 @@ class _Maker(forkserver._Server):
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has but one thread"
         gc.collect()
         gc.freeze()
+        gc.enable()
 
     def run(self) -> NoReturn:
         while True:
