@@ -2,7 +2,7 @@
 what engines need, imported by every rank.
 
 `program` is a path for an inventory's ``python:``, on this machine and on lab hosts alike. What runs by it is the real
-python, but for ``-m nodekit.deploy.agent`` and ``-m nodekit.training.apply``: those become a fork
+python, but for an agent, and the other modules of kit's that warm_client.c names: those become a fork
 (`warm_python`) of one process which has imported torch, in the namespaces of who asked for it, with its files, folder
 and environment. kit itself is imported anew, from where PYTHONPATH has it. The fork's pid is not the one that kit has
 started: that one passes signals on, and ends as the fork ends, and the fork with it.
@@ -34,6 +34,8 @@ from typing import Any, NoReturn
 import warm_python
 
 import nodekit.deploy.host
+import nodekit.inventory
+import nodekit.slurm
 import nodekit.training
 from nodekit.deploy.agent.ranks import forkserver, worker
 from nodekit.deploy.connect import channel
@@ -194,7 +196,7 @@ class _Agents(_Maker):
     def load(self, preload: Iterable[str]) -> None:
         """Compile what agents import from where kit has put it on their hosts."""
         super().load(preload)
-        _compile_beforehand([nodekit.deploy, nodekit.training])
+        _compile_beforehand([nodekit.deploy, nodekit.inventory, nodekit.slurm, nodekit.training])
 
 
 class _Programs(_Maker):
@@ -255,4 +257,4 @@ if __name__ == "__main__":
     else:
         from nodekit.deploy.agent.main import PRELOAD  # with torch, which the others can do without
 
-        warm_python.serve(sys.argv[1], (*PRELOAD, *warm_python.LIBRARIES), _Agents)
+        warm_python.serve(sys.argv[1], (*PRELOAD, *warm_python.LIBRARIES, "submitit", "pydantic"), _Agents)

@@ -41,11 +41,15 @@ static void pass_on(int number)
 
 #ifdef PYTHON /* on hosts: what is no agent and no program of kit's is the real python's */
 static const char *const SPACES[] = {"net", "uts", "ipc", "mnt", "pid"};
+static const char *const MODULES[] = {
+    "nodekit.deploy.agent", "nodekit.training.apply", "nodekit.slurm.submission.submit"};
 
 static const char *server_of(int argc, char **argv)
 {
     if (argc > 2 && !strcmp(argv[1], "-m"))
-        return strcmp(argv[2], "nodekit.deploy.agent") && strcmp(argv[2], "nodekit.training.apply") ? NULL : AGENTS;
+        for (size_t each = 0; each < COUNT(MODULES); each++)
+            if (!strcmp(argv[2], MODULES[each]))
+                return AGENTS;
     return argc == 3 && !strcmp(argv[1], "-c") && !strcmp(argv[2], BOOT) ? PROGRAMS : NULL;
 }
 
