@@ -164,7 +164,8 @@ def bench(
         slurm: with a Slurm cluster on them.
     """
     SHARED.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it is removed then, too
+    for each in (signal.SIGINT, signal.SIGTERM):  # so that it is removed then, too
+        signal.signal(each, lambda number, _: sys.exit(128 + number))
     with (
         tempfile.TemporaryDirectory(prefix="nodekit-bench-") as folder,
         tempfile.TemporaryDirectory(prefix="run-", dir=SHARED) as shared,

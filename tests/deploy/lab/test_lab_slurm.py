@@ -138,10 +138,15 @@ def test_a_batch_job_starts_steps_and_shares_a_folder(cluster: Lab) -> None:
 def test_a_submitit_job_returns_its_result(cluster: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", str(cluster.slurm.conf))
     executor = submitit.SlurmExecutor(folder=cluster.slurm.shared / "submitit", python=sys.executable)
-    executor.update_parameters(nodes=2, ntasks_per_node=1, time=1)
+    executor.update_parameters(nodes=2, ntasks_per_node=1, time=5)
     job = executor.submit(socket.gethostname)
-    # Without sacct, submitit does not know how a job is; it looks whether the results are there.
-    wait_until(lambda: all(job.task(rank).paths.result_pickle.exists() for rank in range(2)))
+    # Without sacct, submitit does not know how a job is; it looks whether the results are there. If Slurm has to start
+    # it once more, as it does after 10 s without an answer, that takes longer than a minute.
+    wait_until(
+        lambda: all(job.task(rank).paths.result_pickle.exists() for rank in range(2)),
+        timeout_s=150,
+        what=f"the result of job {job.job_id}",
+    )
     assert sorted(job.results()) == ["node1", "node2"]
 
 
