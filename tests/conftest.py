@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,6 @@ import warm_python
 from hypothesis import HealthCheck, settings
 
 from nodekit.deploy.agent.ranks import forkserver
-
-gc.disable()  # until all tests are imported, see pytest_collection_finish
 
 # Tests share the cores. With a thread for each core in every rank, threads wait for each other in a loop: each step
 # then takes three times the processor time.
@@ -100,10 +98,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         warm_python.end_session()
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported stays, and is not searched for garbage again and again."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported with the tests stays: it is not searched for garbage, neither meanwhile nor ever after."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 _GIVEN = frozenset(os.environ)

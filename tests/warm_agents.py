@@ -132,7 +132,7 @@ def _enter(space: int) -> None:
 
 
 class _Maker(warm_python._Maker):
-    MAX_FILES = 200
+    MAX_FILES = 250
 
     def _take(self, control: socket.socket) -> None:
         """Another socket to listen on."""
@@ -206,7 +206,6 @@ class _Programs(_Maker):
         _compile_beforehand([nodekit.deploy.host], channel._program())
         # A fork would forget kit's own modules, and so take them apart.
         self._ours = [sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "nodekit"]
-        gc.freeze()
 
     def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
         sys.executable = str(_folder() / "python")

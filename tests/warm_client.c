@@ -21,7 +21,7 @@
 
 static const int PASSED_ON[] = {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
-#define MOST_FILES 250
+#define MOST_FILES 250 /* as in warm_agents.py; the kernel takes 253 at a time */
 
 static int connection;
 
@@ -61,8 +61,13 @@ static int find_files(int *files, int *opened)
     if (!folder)
         fail("/proc/self/fd");
     for (struct dirent *each; (each = readdir(folder));)
-        if (each->d_name[0] != '.' && atoi(each->d_name) != dirfd(folder) && found < MOST_FILES - (int)COUNT(SPACES))
+        if (each->d_name[0] != '.' && atoi(each->d_name) != dirfd(folder)) {
+            if (found == MOST_FILES - (int)COUNT(SPACES)) {
+                errno = EMFILE;
+                fail("too many open files to hand over");
+            }
             files[found++] = atoi(each->d_name);
+        }
     closedir(folder);
     *opened = found;
     for (size_t each = 0; each < COUNT(SPACES); each++) {
