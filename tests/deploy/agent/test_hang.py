@@ -1,5 +1,6 @@
 """A hang is found in time, no slow job is taken for one, and the rank that holds up the others is named."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from agents import until
+from driver import Driver
 from free_ports import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -695,10 +697,10 @@ def load_batch(kind, fifo):
         open(fifo).read()  # HERE
 """
 TRAIN_PY = """\
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from data import load_batch
 
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
 for step in range(10):
     if step == 3 and dist.get_rank() == 1:
@@ -739,25 +741,31 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """Has imported torch, once for the ranks of all kinds of hangs."""
+    one = Driver(tmp_path_factory.mktemp("hang") / "driver", ["torch"], PYTHONFAULTHANDLER="1")
+    with contextlib.closing(one):
+        one.script(DATA_PY, "data.py")
+        one.script(TRAIN_PY, "train.py")
+        os.mkfifo(one.code / "fifo")
+        yield one
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sleep", "loop", "stopped", "fifo"])
-def test_the_hanging_rank_and_line_are_named_with_and_without_py_spy(kind, tmp_path, started, without_py_spy):
-    code = tmp_path / "a 'b $HOME;"
-    code.mkdir()
-    (code / "data.py").write_text(DATA_PY)
-    (code / "train.py").write_text(TRAIN_PY)
-    os.mkfifo(code / "fifo")
-    port = str(free_port())
-    logs = {rank: code / f"rank{rank}.log" for rank in range(3)}
-    workers = {
-        rank: started(
-            sys.executable, str(code / "train.py"), kind, str(code / "fifo"), log=log,
-            RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-            GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1",
-        )
-        for rank, log in logs.items()
-    }  # fmt: skip
-    pids = {rank: worker.pid for rank, worker in workers.items()}
+def test_the_hanging_rank_and_line_are_named_with_and_without_py_spy(kind, driver, without_py_spy):
+    driver.call("stop", 0)  # what a kind that failed has left
+    pids = driver.start(
+        *([("python", "train.py", kind, "fifo")] * 3),
+        env={
+            "WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        },
+    )
     lines = DATA_PY.splitlines()
     line = next(
         number for number, text in enumerate(lines, 1) if kind in lines[number - 2] and "HERE" in text
@@ -768,7 +776,7 @@ def test_the_hanging_rank_and_line_are_named_with_and_without_py_spy(kind, tmp_p
 
     def told() -> str:
         nonlocal found
-        assert all(worker.poll() is None for worker in workers.values()), logs[0].read_text()
+        assert driver.call("poll") == {}, driver.log()
         found = stacks(pids, python=sys.executable, timeout_s=10, logs=None)
         return explain(found, {}).line
 
@@ -776,20 +784,21 @@ def test_the_hanging_rank_and_line_are_named_with_and_without_py_spy(kind, tmp_p
     state = {"sleep": "S", "loop": "R", "stopped": "T", "fifo": "S"}[kind]
     until(lambda: told() == expected and found[1].state == state, timeout_s=100, what=expected)
     assert {stack.how for stack in found.values()} == {"py-spy"}
-    assert explain(found, {}).stack[0] == f"load_batch ({code}/data.py:{line})  {lines[line - 1].strip()}"
+    shown = f"load_batch ({driver.code}/data.py:{line})  {lines[line - 1].strip()}"
+    assert explain(found, {}).stack[0] == shown
 
     python = without_py_spy()
     nothing = stacks(pids, python=python, timeout_s=10)
     assert {stack.how for stack in nothing.values()} == {"none"}
-    assert all(worker.poll() is None for worker in workers.values()), "without logs nobody is ended"
-    found = stacks(pids, python=python, timeout_s=LONG_S, logs=logs)
+    assert driver.call("poll") == {}, "without logs nobody is ended"
+    found = stacks(pids, python=python, timeout_s=LONG_S, logs=driver.logs)
     assert {stack.how for stack in found.values()} == {"faulthandler"}
     for stack in found.values():
         assert stack.text.rpartition(" 0x")[0].endswith("Current thread"), (
             "the main thread took the signal itself"
         )
     assert explain(found, {}).line == expected
-    assert [worker.wait(60) for worker in workers.values()] == [-signal.SIGABRT] * 3
+    assert driver.end() == [-signal.SIGABRT] * 3
 
 
 SLEEPER = "import time\ndef nap():\n    time.sleep(1000)\nnap()\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import glob
 import os
@@ -246,7 +247,14 @@ def own_name(limit_s: float, peer: str) -> OwnName:
         # torch connects by sockets of IPv6, and asks for an address of IPv4 in this form, which /etc/hosts must have.
         asked = peer if ":" in peer else "::ffff:" + peer
         try:
-            socket.getnameinfo((asked, 0), socket.NI_NUMERICSERV)
+            (found_as,) = socket.getaddrinfo(
+                asked, None, socket.AF_INET6, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )
+            packed = socket.inet_pton(socket.AF_INET6, asked.partition("%")[0])
+            address = struct.pack("=HHI16sI", socket.AF_INET6, 0, 0, packed, found_as[4][-1])
+            # Before Python 3.11.4, socket.getnameinfo keeps the GIL while it waits (CPython issue 104308).
+            answer = ctypes.create_string_buffer(1025)  # NI_MAXHOST
+            ctypes.CDLL(None).getnameinfo(address, len(address), answer, len(answer), None, 0, 0)
         except OSError:
             pass
         found["names_peers"] = True
