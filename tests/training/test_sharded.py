@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import warm_python
 from test_training import environ, ranks, torchrun
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -328,24 +330,51 @@ def test_all_parts_are_on_the_disk_before_the_manifest_names_them(
     assert {"__0_0.distcp", ".metadata.tmp", folder.name, tmp_path.name} <= set(before)
 
 
-def test_only_what_belongs_there_is_unpickled(world: World, tmp_path: Path) -> None:
-    assert sharded(tmp_path, world).save(state(1), step=1)
-    (path,) = tmp_path.glob("*.dcp/.metadata")
-
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "evil"),)
-
-    path.write_bytes(pickle.dumps(Evil()))
-    (manifest,) = tmp_path.glob("*.json")
+def replace_metadata(snapshots: Path, pickled: object) -> None:
+    """Have the one snapshot there begin with this, with the right hash."""
+    (path,) = snapshots.glob("*.dcp/.metadata")
+    path.write_bytes(pickle.dumps(pickled))
+    (manifest,) = snapshots.glob("*.json")
     fields = json.loads(manifest.read_text())
     name = f"{path.parent.name}/.metadata"
     fields["size_bytes"][name] = path.stat().st_size
     fields["sha256"][name] = hashlib.sha256(path.read_bytes()).hexdigest()
     manifest.write_text(json.dumps(fields))
+
+
+class Reduced:
+    """What is pickled as this call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        function, *args = self.call
+        return function, tuple(args)
+
+
+def test_only_what_belongs_there_is_unpickled(world: World, tmp_path: Path) -> None:
+    assert sharded(tmp_path, world).save(state(1), step=1)
+    replace_metadata(tmp_path, Reduced(os.mkdir, str(tmp_path / "evil")))
     with pytest.raises(ValueError, match=r"\.metadata holds posix\.mkdir"):
         Snapshots(tmp_path).load()
     assert not (tmp_path / "evil").exists()
+
+
+def test_enumerations_are_read_as_python_3_11_2_writes_them(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian 12's: by ``getattr``, which is good for nothing else here."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+        assert sharded(tmp_path, world).save(state(1), step=1)
+    (path,) = tmp_path.glob("*.dcp/.metadata")
+    assert b"getattr" in path.read_bytes()
+    assert Snapshots(tmp_path).load() is not None
+    for of, name in ((Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__init__")):
+        replace_metadata(tmp_path, Reduced(getattr, of, name))
+        with pytest.raises((ValueError, KeyError), match="__init__"):
+            Snapshots(tmp_path).load()
 
 
 def test_kit_makes_no_copies_of_them(world: World, tmp_path: Path) -> None:
