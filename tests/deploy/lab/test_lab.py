@@ -101,7 +101,7 @@ def test_a_host_sees_neither_the_lab_nor_this_machines_homes(lab: Lab, tmp_path:
         assert lab.run("node1", ["test", "-e", str(path)]).returncode == 1
     home = on(lab, "node1", "sh", "-c", "cd && ls -A && cat .bashrc .profile").split()
     own = {"nodekit", ".cache", ".config"}  # made there by tests before this one, and by what they import
-    assert set(home) <= {".bashrc", ".profile", ".ssh", Path(sys.base_prefix).parts[2], *own}
+    assert set(home) <= {".bashrc", ".profile", ".ssh", *Path(sys.base_prefix).parts[2:3], *own}
 
 
 @in_a_lab
