@@ -33,7 +33,7 @@ _ALLOWED = {
 
 
 def _member(cls: Any, name: str) -> Enum:
-    """A member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as ``getattr(cls, name)``."""
+    """A member of an enumeration, which the first releases of Python 3.11 pickle as ``getattr(cls, name)``."""
     if not isinstance(cls, EnumMeta):
         raise ValueError(f"{METADATA} asks for {name} of {cls!r}, which is no enumeration")
     found: Enum = cls[name]
