@@ -373,7 +373,7 @@ def test_enumerations_are_read_as_python_3_11_2_writes_them(
     assert Snapshots(tmp_path).load() is not None
     for of, name in ((Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__init__")):
         replace_metadata(tmp_path, Reduced(getattr, of, name))
-        with pytest.raises((ValueError, KeyError), match="__init__"):
+        with pytest.raises(ValueError, match=r"asks for __init__ of .*, which is no member"):
             Snapshots(tmp_path).load()
 
 

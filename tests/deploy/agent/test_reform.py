@@ -543,7 +543,8 @@ def test_horovod_does_not_wait_for_a_silent_node(
         until(lambda: len(run.events("n0", "workers-started")) == 2, what="n0 with n2", timeout_s=PATIENCE_S)
     run.names = ["n0", "n2"]
     losses = run.end()
-    # A step that only n2 had ended is in the folder that it wrote to as node 2.
+    # A step that only n2 had ended is in the folder that it wrote to as node 2. They differ by one at most.
+    assert len(unbroken[0].keys() - losses.keys()) <= 1
     assert {**run.losses("n2"), **losses} == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
     for name in run.names:
         assert [each["pid"] for each in run.events(name, "workers-started")[-1]["workers"]] == before[name]

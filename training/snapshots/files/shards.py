@@ -34,8 +34,8 @@ _ALLOWED = {
 
 def _member(cls: Any, name: str) -> Enum:
     """A member of an enumeration, which the first releases of Python 3.11 pickle as ``getattr(cls, name)``."""
-    if not isinstance(cls, EnumMeta):
-        raise ValueError(f"{METADATA} asks for {name} of {cls!r}, which is no enumeration")
+    if not isinstance(cls, EnumMeta) or name not in cls.__members__:
+        raise ValueError(f"{METADATA} asks for {name} of {cls!r}, which is no member of an enumeration")
     found: Enum = cls[name]
     return found
 
