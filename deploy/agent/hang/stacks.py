@@ -143,14 +143,19 @@ def _spy_on(stack: Stack, spy: str, timeout_s: float) -> Iterator[Stack]:
             frames = tuple(Frame(each["name"], each["filename"], each["line"]) for each in thread["frames"])
             text += [f"  thread {thread['thread_name'] or thread['os_thread_id']}"]
             text += [f"    {each.function} ({each.file}:{each.line})" for each in frames]
-            if stack.how == "none" and thread["os_thread_id"] in (
-                pid,
-                None,
-            ):  # the main thread's id is the pid
+            if stack.how == "none" and is_main(thread["os_thread_id"], thread["thread_name"], pid):
                 stack = replace(stack, how="py-spy", state=state, frames=frames)
         stack = replace(stack, text="\n".join(text))
         yield stack
     yield replace(stack, frames=with_code(stack.frames, stack.pid))
+
+
+def is_main(thread: int | None, name: str | None, pid: int) -> bool:
+    """Whether that is a process's main thread, whose id is the pid.
+
+    Before Python 3.11 py-spy knows no ids with ``--nonblocking``, and tells the threads' names alone.
+    """
+    return thread == pid if thread is not None else name in ("MainThread", None)
 
 
 def _dump(spy: str, pid: int, state: str, deadline: float) -> tuple[list[dict[str, Any]], str]:

@@ -22,7 +22,7 @@ _LEAST_SAMPLES = 4
 _START_S, _LATE_S = 2, 30.0
 """py-spy has taken its samples so long before the window is over; and by so much later it is given up."""
 _FRAME = re.compile(r"(.*?) \((.*?):(\d+)\)(?:;|$)")
-_THREAD = re.compile(r"thread \((\d+)\)[^;]*;")
+_THREAD = re.compile(r"thread \((?:(\d+)|\w+)\)(?:: ([^;]*))?;")
 _LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
 
 
@@ -95,13 +95,16 @@ def _record(spy: str, pid: int, seconds: int, output: int) -> subprocess.Popen[b
 def shares_of(lines: Iterable[str], pid: int) -> Sampled | None:
     """The shares of a process's main thread, by py-spy's raw format; None of too few samples.
 
-    A line is ``thread (PID): MainThread;outermost (file:line);...;innermost (file:line) NUMBER``.
+    A line is ``thread (PID): MainThread;outermost (file:line);...;innermost (file:line) NUMBER``; before Python 3.11
+    ``(0x7f...)`` in place of the pid.
     """
     total = own = loading = 0
     for line in lines:
         stack, _, number = line.strip().rpartition(" ")
         thread = _THREAD.match(stack)
-        if not thread or not number.isdigit() or int(thread[1]) != pid:
+        if not thread or not number.isdigit():
+            continue
+        if not stacks.is_main(int(thread[1]) if thread[1] else None, thread[2], pid):
             continue
         frames = [stacks.Frame(m[1], m[2], int(m[3])) for m in _FRAME.finditer(stack, thread.end())]
         known = stacks.with_code(reversed(frames), pid)

@@ -895,6 +895,20 @@ def test_a_rank_that_faulthandler_does_not_guard_is_left_alive(tmp_path, started
     assert nap.poll() is None
 
 
+def test_of_a_python_whose_threads_have_no_ids_the_main_thread_is_known_by_its_name(tmp_path, started):
+    """As py-spy 0.4 tells of a sleeping rank's Python 3.10 (``--nonblocking``): its newest thread first."""
+    threads = [
+        {"os_thread_id": None, "thread_name": each, "frames": [{"name": each, "filename": "x", "line": 1}]}
+        for each in ("Saver", "MainThread")
+    ]
+    (tmp_path / "said").write_text(json.dumps(threads))
+    (tmp_path / "py-spy").write_text(f"#!/bin/sh\ncat '{tmp_path}/said'\n")
+    (tmp_path / "py-spy").chmod(0o755)
+    nap = started("sleep", "1000")
+    found = stacks({0: nap.pid}, python=str(tmp_path / "python"), timeout_s=100)[0]
+    assert [frame.function for frame in found.frames] == ["MainThread"]
+
+
 def test_py_spy_is_found_beside_the_interpreter(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert shutil.which("py-spy") is None

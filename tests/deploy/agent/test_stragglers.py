@@ -238,6 +238,8 @@ def test_samples_say_what_a_spinning_thread_does(tmp_path: Path) -> None:
     ]
     assert shares_of(lines, 7) == (0.3, 0.1)
     assert shares_of(lines, 9) is None
+    before_311 = [line.replace("(7)", "(0x7F118)").replace("(8)", "(0x7F119)") for line in lines]
+    assert shares_of(before_311, 7) == (0.3, 0.1)
     assert shares_of([f"thread (7): MainThread;<module> ({job}:4) 2"], 7) is None, "too few"
 
 
@@ -261,7 +263,7 @@ def test_without_py_spy_nothing_is_sampled(tmp_path: Path, monkeypatch: pytest.M
 
 
 SPINS_PY = """
-import functools, hashlib
+import functools, hashlib, threading
 class Loss:  # as a tensor on a GPU that waits for the other ranks: it spins, in C
     item = functools.partial(hashlib.pbkdf2_hmac, "sha256", b"1", b"2", 50000)
 loss = Loss()
@@ -270,7 +272,7 @@ while True:
     loss.item()
 """
 LOADS_PY = """
-import sys, time
+import sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from dataloader import Loader
 print(flush=True)
