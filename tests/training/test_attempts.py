@@ -117,8 +117,16 @@ def test_the_search_for_garbage_after_an_attempt_goes_through_no_library() -> No
     def train(world: World, stop: Stop) -> int:
         return gc.get_freeze_count() > 10 * len(gc.get_objects())
 
+    gc.unfreeze()
     assert run_attempts(train) == 1
     assert not gc.get_freeze_count(), "the script's end looks for what is open"
+
+
+def test_nor_does_the_end_of_a_fork_whose_libraries_are_frozen() -> None:
+    """The search writes to all that it has in common with the others."""
+    gc.freeze()
+    assert run_attempts(lambda world, stop: 0) == 0
+    assert gc.get_freeze_count() > 10 * len(gc.get_objects())
 
 
 def test_what_an_attempt_has_made_is_garbage_after_it_though_it_is_in_a_cycle(

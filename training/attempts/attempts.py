@@ -66,11 +66,16 @@ def run_attempts(
         world.close()
         return code
 
+    # A fork of kit's has its libraries frozen. Thawed, they would be searched at its end, which takes seconds.
+    is_fork = gc.get_freeze_count() > 0
+    if not is_fork:
+        gc.freeze()
     try:
         with Stop(grace_s) as stop:
             return reform.run(make(), stop, make, attempt, lambda world: not reform.why_not(world))
     finally:
-        gc.unfreeze()  # what is open or to be finalized at the end of the script is looked for
+        if not is_fork:
+            gc.unfreeze()  # what is open or to be finalized at the end of the script is looked for
 
 
 def _why_it_ends(world: World, stop: Stop) -> str:

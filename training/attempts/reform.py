@@ -69,6 +69,9 @@ def run(
 ) -> "T | int":
     """Call ``attempt``, and again in the next world as long as it returns what it has kept, having left its loop.
 
+    What the libraries have is to be frozen (``gc.freeze``): the search for garbage after an attempt is to go through
+    what that has made, and takes 0.4 s else.
+
     Args:
         world: of the first attempt.
         stop: whether to wait no longer for a next attempt; then what was kept is saved, and the exit status returned.
@@ -78,9 +81,6 @@ def run(
     """
     from nodekit.training.process.kept import Kept
 
-    # The search for garbage after an attempt is to go through what that has made, and not through all that the
-    # libraries have, which takes 0.4 s.
-    gc.freeze()
     ended = attempt(replace(world, may_stay=may_stay(world)))
     while isinstance(ended, Kept):
         kept = ended
