@@ -291,6 +291,8 @@ class Story:
 
         `once`: no step was trained twice, so that every start went on at the next one.
         """
+        scripts = [each.read_text() for each in self.run_dir.glob("slurm/*.sh")]
+        assert {self.site.python in each for each in scripts} == {True}, "the job had another python"
         curve = self.curve()
         assert sorted(curve) == sorted(unbroken) == list(range(1, STEPS + 1))
         if once:  # by the same number of nodes, though Slurm may have given the job another one

@@ -43,6 +43,7 @@ from nodekit.deploy.lab.lab_cluster import Lab
 
 KINDS = {"agents": ("-u",), "programs": ()}
 """What is behind it, and how python is to be started for that."""
+SUBMIT = "nodekit.slurm.submission.submit"
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -197,6 +198,12 @@ class _Agents(_Maker):
         """Compile what agents import from where kit has put it on their hosts."""
         super().load(preload)
         _compile_beforehand([nodekit.deploy, nodekit.inventory, nodekit.slurm, nodekit.training])
+
+    def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
+        target = super()._target(asked)
+        if target is not None and target.name == SUBMIT:
+            sys.executable = str(_folder() / "python")  # by which submitit has Slurm start the job
+        return target
 
 
 class _Programs(_Maker):
