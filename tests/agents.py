@@ -28,10 +28,13 @@ def until(condition: Callable[[], Any], *, timeout_s: float = 60.0, what: str = 
 
     On a machine that is busy ten times over, three agents take 30 s to import torch.
     """
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    deadline = began + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:.0f} s"
-        time.sleep(0.05)
+        took = time.monotonic() - began
+        time.sleep(min(max(0.05, 4 * took), 0.5))  # who waits is not to take what it waits for the time
+        began = time.monotonic()
     return value
 
 

@@ -19,6 +19,7 @@ import ctypes
 import errno
 import functools
 import gc
+import inspect
 import os
 import resource
 import selectors
@@ -198,6 +199,8 @@ class _Agents(_Maker):
         """Compile what agents import from where kit has put it on their hosts."""
         super().load(preload)
         _compile_beforehand([nodekit.deploy, nodekit.inventory, nodekit.slurm, nodekit.training])
+        # For pydantic's look at the sources of kit's settings: the first time, that goes through all modules' files.
+        inspect.getmodule(compile("", "no module", "exec"))
 
     def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
         target = super()._target(asked)

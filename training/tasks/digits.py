@@ -46,9 +46,9 @@ class Digits(Classifier):
         return nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
             nn.ReLU(),
+            nn.MaxPool2d(2),  # here: as accurate as after the other, and half of its time
             nn.Conv2d(32, 64, 3, padding=1),
             nn.ReLU(),
-            nn.MaxPool2d(2),
             nn.Flatten(),
             nn.Linear(64 * 4 * 4, 64),
             nn.ReLU(),
