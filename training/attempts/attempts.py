@@ -67,14 +67,14 @@ def run_attempts(
         return code
 
     # A fork of kit's has its libraries frozen. Thawed, they would be searched at its end, which takes seconds.
-    is_fork = gc.get_freeze_count() > 0
-    if not is_fork:
+    is_frozen = gc.get_freeze_count() > 0
+    if not is_frozen:
         gc.freeze()
     try:
         with Stop(grace_s) as stop:
             return reform.run(make(), stop, make, attempt, lambda world: not reform.why_not(world))
     finally:
-        if not is_fork:
+        if not is_frozen:
             gc.unfreeze()  # what is open or to be finalized at the end of the script is looked for
 
 
