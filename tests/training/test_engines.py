@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -143,15 +144,15 @@ def test_each_engine_goes_on_from_the_snapshot_of_another(by_ddp: dict[int, floa
     ("arguments", "apart"),
     [
         (["--find-unused"], CLOSE),
-        (["--compress", "fp16"], 2e-3),
-        (["--compress", "bf16"], 2e-3),
+        (["--compress", "fp16"], 8e-3),
+        (["--compress", "bf16"], 8e-3),
         (["--compress", "powersgd"], 5e-2),
-        (["--compress", "bf16", "--engine", "accelerate"], 2e-3),
-        (["--compress", "bf16", "--engine", "fabric"], 2e-3),
-        (["--compress", "bf16", "--engine", "trainer"], 2e-3),
-        (["--amp", "bf16"], 2e-3),
-        (["--amp", "fp16"], 2e-3),
-        *((["--amp", "bf16", "--engine", name], 2e-3) for name in ("fsdp", "trainer", "deepspeed")),
+        (["--compress", "bf16", "--engine", "accelerate"], 8e-3),
+        (["--compress", "bf16", "--engine", "fabric"], 8e-3),
+        (["--compress", "bf16", "--engine", "trainer"], 8e-3),
+        (["--amp", "bf16"], 8e-3),
+        (["--amp", "fp16"], 8e-3),
+        *((["--amp", "bf16", "--engine", name], 8e-3) for name in ("fsdp", "trainer", "deepspeed")),
     ],
     ids=lambda each: "".join(each).replace("--", "-") if isinstance(each, list) else "",
 )
@@ -161,6 +162,8 @@ def test_switches_stay_close_to_the_plain_losses(
     train(tmp_path, "--epochs", "1", *arguments)
     found = losses(tmp_path)
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=apart)
+    # By rounding alone, one step may differ by twenty times as much as most do.
+    assert median(abs(loss - by_ddp[step]) for step, loss in found.items()) < apart / 10
     changes = apart != CLOSE
     assert (max(abs(loss - by_ddp[step]) for step, loss in found.items()) > CLOSE) == changes
 
