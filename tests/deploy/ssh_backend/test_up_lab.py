@@ -45,7 +45,7 @@ def test_a_fresh_control_folder_trains_digits_to_its_accuracy(kit: Kit) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     match = re.search(r"trained to the end in \d+ s, accuracy (\d+\.\d+)%", done.stdout)
     assert match, done.stdout
-    assert float(match.group(1)) >= 97
+    assert float(match.group(1)) >= 95
     assert re.search(r"^node1:0 +\| ", done.stdout, re.MULTILINE)
     found = run_id(done.stdout)
     assert f"node1:/root/nodekit/runs/{found}/node1/snapshots" in done.stdout
