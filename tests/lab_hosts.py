@@ -47,6 +47,13 @@ def make_whole(lab: Lab) -> None:
             lab.revive(host)
 
 
+def control_index(lab: Lab) -> str:
+    """The number of its interface on this machine, "" without one: its name may be another worker's lab's at once."""
+    with contextlib.suppress(OSError):
+        return Path("/sys/class/net", lab.control_interface, "ifindex").read_text()
+    return ""
+
+
 def processes(lab: Lab, host: str) -> set[ProcessRecord]:
     """What runs on a host now, so that it can be told from what runs there later."""
     found = set()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lab_hosts import best_connect_s, on, processes, wait_until
+from lab_hosts import best_connect_s, control_index, on, processes, wait_until
 
 from nodekit.deploy.commands import cli
 from nodekit.deploy.lab import lab_cluster, lab_disk, lab_network, lab_process
@@ -105,13 +105,13 @@ def test_down_leaves_nothing(labs: Path) -> None:
     wait_until(lambda: len(everything_in(lab)) == 6, what="two hosts, their sshds, a wire and a sleep alone")
     made, inside = everything_in(lab), members(namespaces(lab))
     assert inside >= {process for process in made if process.is_alive}
-    assert Path("/sys/class/net", lab.control_interface).exists()
+    assert (interface := control_index(lab))
     assert str(folder) in Path("/proc/self/mountinfo").read_text()
     # An open namespace does not die, so its links would stay.
     with (folder / "hosts/node1/upper/etc/hostname").open() as held_open, (folder / "switch").open():
         lab.down()
         assert held_open.read() == "node1\n"
-        assert not Path("/sys/class/net", lab.control_interface).exists()
+        assert control_index(lab) != interface
     assert not any(process.is_alive for process in made)
     assert str(folder) not in Path("/proc/self/mountinfo").read_text()
     assert not folder.exists()

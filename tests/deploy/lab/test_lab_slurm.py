@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import submitit
-from lab_hosts import make_whole, on, wait_until
+from lab_hosts import control_index, make_whole, on, wait_until
 
 from nodekit.deploy.commands import cli
 from nodekit.deploy.lab import lab_cluster
@@ -197,9 +197,11 @@ def test_accounting_tells_how_jobs_ended_and_down_leaves_nothing(labs: Path) -> 
     everything = everything_of(lab.folder)
     for program in ("munged", "slurmctld", "slurmdbd", "mariadbd", "slurmd", "slurmstepd"):
         assert any(program in command for command in everything.values()), program
+    interface = control_index(lab)
     lab.down()
     assert_gone(lab.folder, everything)
-    assert not Path("/sys/class/net", lab.control_interface).exists()
+    assert interface
+    assert control_index(lab) != interface
 
 
 @in_a_lab
