@@ -31,8 +31,8 @@ class Task(Digits):
 
     def model(self) -> torch.nn.Module:
         """As many parameters as the digits' own, and twice the time: both convolutions see all pixels."""
-        conv, relu, pool, other, *rest = super().model()  # type: ignore[misc]
-        return torch.nn.Sequential(conv, relu, other, torch.nn.ReLU(), pool, *rest[1:])
+        conv, relu, pool, other, again, *rest = super().model()  # type: ignore[misc]
+        return torch.nn.Sequential(conv, relu, other, again, pool, *rest)
 
     def train_data(self) -> Any:
         """Four million."""

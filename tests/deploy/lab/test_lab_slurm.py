@@ -197,10 +197,9 @@ def test_accounting_tells_how_jobs_ended_and_down_leaves_nothing(labs: Path) -> 
     everything = everything_of(lab.folder)
     for program in ("munged", "slurmctld", "slurmdbd", "mariadbd", "slurmd", "slurmstepd"):
         assert any(program in command for command in everything.values()), program
-    interface = control_index(lab)
+    assert (interface := control_index(lab))
     lab.down()
     assert_gone(lab.folder, everything)
-    assert interface
     assert control_index(lab) != interface
 
 
