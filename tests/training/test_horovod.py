@@ -248,6 +248,10 @@ def test_an_sdist_with_another_checksum_is_not_run(
 @pytest.mark.slow
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     source = release(tmp_path)
-    (source / "setup.py").write_text("raise SystemExit('error: no such header')\n")
-    with pytest.raises(build_horovod.BuildError, match=r"(?s)build .* failed .*error: no such header"):
+    (source / "setup.py").write_text(
+        "print('CMake Error at CMakeLists.txt:1 (message):', '  no such header', *range(50), sep='\\n')\n"
+        "raise SystemExit('compiling has failed')\n"
+    )
+    said = r"(?s)build .* failed .*CMake Error at .*  no such header\n.*compiling has failed"
+    with pytest.raises(build_horovod.BuildError, match=said):
         build_horovod.build(source, tmp_path / "wheel")

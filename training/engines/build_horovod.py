@@ -30,6 +30,11 @@ _PATCHES = {
         _DEVICE,
         f"  device_attr.iface = global_context.gloo_iface_;\n{_DEVICE}",
     ),
+    # With nvcc and a torch for CUDA it would want all of CUDA's toolkit, and kit has it average on the CPU.
+    "cmake/Modules/FindPytorch.cmake": (
+        "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
+        "print(False)",
+    ),
 }
 """File → a text that occurs once, and its replacement."""
 
@@ -49,7 +54,7 @@ _TOOLS = ("g++", "cmake", "make")
 _PERCENT = re.compile(r"\[ *(\d+)%\]")
 """The progress that make prints."""
 _NUM_LINES = 20
-"""How many of a failed program's last lines are shown, and of earlier ones with the word error."""
+"""How many of a failed program's last lines are shown, and of its errors before."""
 
 
 class BuildError(RuntimeError):
@@ -200,11 +205,19 @@ def _run(what: str, argv: Sequence[str], *, environ: Mapping[str, str] | None = 
                 print(f"  {shown} %", flush=True)
     if process.returncode:
         last = output[-_NUM_LINES:]
-        errors = [line for line in output[:-_NUM_LINES] if "error" in line.lower()][:_NUM_LINES]
+        errors = _errors(output[:-_NUM_LINES])
         raise BuildError(
             f"{what} failed with exit status {process.returncode}; its errors and its last lines:\n"
             f"{''.join([*errors, *last])}"
         )
+
+
+def _errors(lines: Sequence[str]) -> list[str]:
+    """The lines with the word error, each with the two after it, where CMake says what is missing and compilers where."""
+    shown = {
+        number + after for number, line in enumerate(lines) if "error" in line.lower() for after in range(3)
+    }
+    return [line for number, line in enumerate(lines) if number in shown][:_NUM_LINES]
 
 
 if __name__ == "__main__":
