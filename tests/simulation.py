@@ -793,19 +793,21 @@ class Simulation:
                 node.wipe()
                 self.counts["wiped"] += 1
 
-    def cut(self, a: str, b: str, for_s: float) -> None:
-        self.cuts[a, b] += 1
-        self.at(self.now + for_s, self.mend, a, b)
+    def cut(self, pairs: list[tuple[str, str]], for_s: float) -> None:
+        """Let nothing go from the first of each pair to the second."""
+        self.cuts.update(pairs)
+        self.at(self.now + for_s, self.mend, pairs)
 
-    def mend(self, a: str, b: str) -> None:
-        self.cuts[a, b] -= 1
-        if self.cuts[a, b] <= 0:
-            del self.cuts[a, b]
+    def mend(self, pairs: list[tuple[str, str]]) -> None:
+        for pair in pairs:
+            self.cuts[pair] -= 1
+            if self.cuts[pair] <= 0:  # below, if all was mended meanwhile
+                del self.cuts[pair]
 
     def cut_pair(self) -> None:
         a, b, for_s = self.some().name, self.some().name, self.random.expovariate(1 / 10)
         self.log(f"cut: {a} to {b} for {for_s:.1f} s")
-        self.cut(a, b, for_s)
+        self.cut([(a, b)], for_s)
 
     def partition(self, side: list[str] | None = None, for_s: float | None = None) -> None:
         rng = self.random
@@ -813,9 +815,7 @@ class Simulation:
         side = side or rng.sample(self.names, rng.randint(1, min(30, max(1, len(self.names) // 2))))
         others = [name for name in self.names if name not in side]
         self.log(f"partition: {_few(sorted(side))} for {for_s:.1f} s")
-        for a in side:
-            for b in others:
-                self.cut(a, b, for_s)
+        self.cut(list(itertools.product(side, others)), for_s)
         if rng.random() < 0.5:
             for name in side if rng.random() < 0.5 else others:
                 self.hide_one(name, for_s)
