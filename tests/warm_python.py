@@ -148,7 +148,12 @@ class _Maker(forkserver._Server):
 
     def load(self, preload: Iterable[str]) -> None:
         """Import what children are not to import."""
+        # Where there is no GPU, a library that looks for one has a torch for CUDA say no to all of its process's forks.
+        if not (has_gpus := Path("/dev/nvidiactl").exists()):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         forkserver._import([*preload])
+        if not has_gpus:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
         if rendezvous := sys.modules.get(RENDEZVOUS):
             # Upstream's, for an event that goes nowhere, reads the sources of the stack: half of what torchrun costs.
             assert hasattr(rendezvous, "get_method_name")
