@@ -42,17 +42,17 @@ class Digits(Classifier):
         self._train = Pixels(pixels[NUM_TEST:], labels[NUM_TEST:])
 
     def model(self) -> nn.Module:
-        """Two convolutions and two linear layers; no layer's result depends on how a batch was split."""
+        """A convolution and two linear layers; no layer's result depends on how a batch was split.
+
+        A second convolution makes a step twice as long, and nothing more accurate.
+        """
         return nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),  # here: as accurate as after the other, and half of its time
-            nn.Conv2d(32, 64, 3, padding=1),
+            nn.Conv2d(1, 64, 4, stride=2, padding=1),
             nn.ReLU(),
             nn.Flatten(),
-            nn.Linear(64 * 4 * 4, 64),
+            nn.Linear(64 * 4 * 4, 128),
             nn.ReLU(),
-            nn.Linear(64, 10),
+            nn.Linear(128, 10),
         )
 
     def train_data(self) -> Pixels:
