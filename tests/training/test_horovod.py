@@ -250,8 +250,8 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     source = release(tmp_path)
     (source / "setup.py").write_text(
         "print('CMake Error at CMakeLists.txt:1 (message):', '  no such header', *range(50), sep='\\n')\n"
-        "raise SystemExit('compiling has failed')\n"
+        "raise SystemExit('error: it has failed')\n"
     )
-    said = r"(?s)build .* failed .*CMake Error at .*  no such header\n.*compiling has failed"
+    said = r"(?s)build .* failed .*CMake Error at .*  no such header\n.*error: it has failed"
     with pytest.raises(build_horovod.BuildError, match=said):
         build_horovod.build(source, tmp_path / "wheel")
