@@ -19,7 +19,7 @@ import warm_agents
 from kit_runs import Kit
 from made_up_run import SECRET
 from places import ROOT
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host.logs import points
@@ -91,43 +91,56 @@ def page_of(events: list[Any], guess: Guess | None = None, **changes: Any) -> st
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def tab() -> Iterator[Page]:
+    """One for all tests: to open another costs more than to show a report."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
+        yield browser.new_page()
         browser.close()
 
 
 class Seen:
     """A page with what it asked the network for and what it complained of."""
 
-    def __init__(self, browser: Browser, path: Path, *, width: int = 1280, scheme: Any = "light") -> None:
+    def __init__(self, tab: Page, path: Path, *, width: int = 1280, scheme: Any = "light") -> None:
         self.requests: list[str] = []
         self.refused: list[str] = []
         self.complaints: list[str] = []
-        self.page: Page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page.set_default_timeout(20_000)
-        self.page.on("requestfailed", lambda request: self.refused.append(f"{request.url} {request.failure}"))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.complaints.append("a dialog"), dialog.dismiss()))
-        self.page.goto(path.as_uri())
+        self.page = tab
+        self._listeners: dict[Any, Any] = {
+            "requestfailed": lambda request: self.refused.append(f"{request.url} {request.failure}"),
+            "request": lambda request: self.requests.append(request.url),
+            "console": lambda message: self.complaints.append(message.text),
+            "pageerror": lambda error: self.complaints.append(str(error)),
+            "dialog": lambda dialog: (self.complaints.append("a dialog"), dialog.dismiss()),
+        }
+        tab.goto("about:blank")
+        for event, listener in self._listeners.items():
+            tab.on(event, listener)
+        tab.set_default_timeout(20_000)
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.emulate_media(media="screen", color_scheme=scheme)
+        tab.mouse.move(0, 0)
+        tab.goto(path.as_uri())
+
+    def close(self) -> None:
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
 
 
 @pytest.fixture
-def seen(browser: Browser, page_path: Path) -> Iterator[Seen]:
-    seen = Seen(browser, page_path)
+def seen(tab: Page, page_path: Path) -> Iterator[Seen]:
+    seen = Seen(tab, page_path)
     yield seen
-    seen.page.close()
+    seen.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_fits_its_window_and_every_text_stands_out(
-    browser: Browser, page_path: Path, scheme: str, width: int
+    tab: Page, page_path: Path, scheme: str, width: int
 ) -> None:
-    seen = Seen(browser, page_path, width=width, scheme=scheme)
+    seen = Seen(tab, page_path, width=width, scheme=scheme)
     seen.page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
     if width >= 1100:  # the attempts are not cut off
@@ -137,7 +150,7 @@ def test_the_page_fits_its_window_and_every_text_stands_out(
     assert ground == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(13, 17, 23)")
     assert seen.page.evaluate(LOW_CONTRAST) == []
     assert seen.complaints == []
-    seen.page.close()
+    seen.close()
 
 
 def test_no_request_leaves_the_page_and_no_script_of_a_run_runs(seen: Seen, page_path: Path) -> None:
@@ -609,7 +622,7 @@ def test_kit_report_json_is_the_history(on_record: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_report_of_a_real_run(tmp_path: Path, own_home: Path, browser: Browser) -> None:
+def test_the_report_of_a_real_run(tmp_path: Path, own_home: Path, tab: Page) -> None:
     kit = Kit(tmp_path / "my 'project' $HOME", None)
     workdir = str(tmp_path / "work")
     text = f"name: two\nconnection: local\npython: {warm_agents.program()}\nworkdir: {workdir!r}\n"
@@ -626,7 +639,7 @@ def test_the_report_of_a_real_run(tmp_path: Path, own_home: Path, browser: Brows
         kit.close()
     [path] = kit.folder.glob("two-*.html")
     assert SECRET not in path.read_text()
-    seen = Seen(browser, path)
+    seen = Seen(tab, path)
     page = " ".join(seen.page.inner_text("main").split())
     for said in ("Step 46 of 46", "2 of 2 hosts answered", "metrics.jsonl", "trained to its end", "torch 2"):
         assert said in page, said
@@ -637,7 +650,7 @@ def test_the_report_of_a_real_run(tmp_path: Path, own_home: Path, browser: Brows
     )
     assert len(points) == 46  # a step each
     assert seen.complaints == []
-    seen.page.close()
+    seen.close()
 
 
 def test_hosts_that_are_off_hold_up_no_report(on_record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
