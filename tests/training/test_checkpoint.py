@@ -169,7 +169,7 @@ def test_training_continues_where_the_script_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "state", "message"),
     [
-        ("--init-from", {"state_dict": WEIGHTS}, r"model_0\.pth: 10 of 10 weights do not fit .*none fits"),
+        ("--init-from", {"state_dict": WEIGHTS}, r"model_0\.pth: 8 of 8 weights do not fit .*none fits"),
         ("--resume-from", {"model": Digits().model().state_dict(), "epoch": 9}, "is in epoch 10 already"),
     ],
 )

@@ -49,11 +49,14 @@ class Engine(single.Engine):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # The optimizer is ours: with offloading, DeepSpeed would insist on one of its own.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
+        # Its default is room for 500 million gradients, 2 GB on each rank, however many there are.
+        num_gradients = sum(each.numel() for each in module.parameters())
+        room = {"reduce_bucket_size": min(max(num_gradients, 1), 500_000_000)}
         config |= {
             "train_micro_batch_size_per_gpu": 1,  # it is used for statistics only
             "managed_gradient_accumulation": False,
             "gradient_clipping": options.clip or 0.0,
-            "zero_optimization": {**zero, "stage": stage},
+            "zero_optimization": {**room, **zero, "stage": stage},
             "torch_autocast": {"enabled": options.amp == "bf16", "dtype": "bfloat16"},
             "steps_per_print": config.get("steps_per_print", 10**9),
         }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_agents
 import yaml
 from agents import until
 from kit_runs import Kit
@@ -224,6 +225,7 @@ def project(tmp_path: Path) -> Kit:
     """Two nodes on this machine."""
     kit = Kit(tmp_path / "a project", None)
     values = {"connection": "local", "workdir": str(tmp_path / "work"), "hosts": {"n1": None, "n2": None}}
+    values["python"] = warm_agents.program()
     (kit.folder / "mine.yaml").write_text(yaml.safe_dump(values))
     return kit
 
