@@ -213,7 +213,7 @@ def _run(what: str, argv: Sequence[str], *, environ: Mapping[str, str] | None = 
 
 
 def _errors(lines: Sequence[str]) -> list[str]:
-    """The lines with the word error, each with the two after it, where CMake says what is missing and compilers where."""
+    """The lines with the word error, each with the two after it: there, CMake says what is missing."""
     shown = {
         number + after for number, line in enumerate(lines) if "error" in line.lower() for after in range(3)
     }
