@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from torch import nn
 
 from nodekit.training.tasks.digits import Digits, Pixels
 
@@ -29,18 +30,18 @@ class _Endless(torch.utils.data.Dataset[Any]):
 class Task(Digits):
     """Digits without an end, with steps that are long enough to be compared."""
 
-    def model(self) -> torch.nn.Module:
+    def model(self) -> nn.Module:
         """Two convolutions that see all pixels."""
-        nn = torch.nn
         return nn.Sequential(
-            *(
-                nn.Conv2d(1, 32, 3, padding=1),
-                nn.ReLU(),
-                nn.Conv2d(32, 64, 3, padding=1),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-            ),
-            *(nn.Flatten(), nn.Linear(64 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * 4 * 4, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
         )
 
     def train_data(self) -> Any:
