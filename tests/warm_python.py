@@ -149,7 +149,8 @@ class _Maker(forkserver._Server):
     def load(self, preload: Iterable[str]) -> None:
         """Import what children are not to import."""
         # Where there is no GPU, a library that looks for one has a torch for CUDA say no to all of its process's forks.
-        if not (has_gpus := Path("/dev/nvidiactl").exists()):
+        has_gpus = Path("/dev/nvidiactl").exists()
+        if not has_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         forkserver._import([*preload])
         if not has_gpus:

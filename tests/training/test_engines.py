@@ -584,7 +584,8 @@ def test_parameters_that_are_frozen_or_not_used_have_no_moments_to_share_out(tmp
 
 UNWRITTEN = """
 import atexit, resource, torch
-atexit.register(lambda: print("most kB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True))
+most = lambda: f"most kB: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}\\n"
+atexit.register(lambda: print(most(), end=""))  # in one piece, for others print at the same time
 from nodekit.training.tasks.digits import Digits
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True  # with nan

@@ -1,7 +1,7 @@
 """``python -m nodekit.training.engines.build_horovod``: build Horovod's last release for the installed torch.
 
-Its sdist sets C++14, and torch's headers need C++17 or newer: two lines are changed. Run it on every node, or once
-with ``--wheel``, and install the wheel on the others, with the same python and torch.
+Its sdist sets C++14, and torch's headers need C++17 or newer: that is changed, and what else is in `_PATCHES`. Run it
+on every node, or once with ``--wheel``, and install the wheel on the others, with the same python and torch.
 """
 
 import argparse
@@ -214,10 +214,8 @@ def _run(what: str, argv: Sequence[str], *, environ: Mapping[str, str] | None = 
 
 def _errors(lines: Sequence[str]) -> list[str]:
     """The lines with the word error, each with the two after it: there, CMake says what is missing."""
-    shown = {
-        number + after for number, line in enumerate(lines) if "error" in line.lower() for after in range(3)
-    }
-    return [line for number, line in enumerate(lines) if number in shown][:_NUM_LINES]
+    near = (lines[max(number - 2, 0) : number + 1] for number in range(len(lines)))
+    return [each[-1] for each in near if "error" in "".join(each).lower()][:_NUM_LINES]
 
 
 if __name__ == "__main__":

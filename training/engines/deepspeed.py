@@ -50,8 +50,8 @@ class Engine(single.Engine):
         # The optimizer is ours: with offloading, DeepSpeed would insist on one of its own.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
         # Its default is room for 500 million gradients, 2 GB on each rank, however many there are.
-        num_gradients = sum(each.numel() for each in module.parameters())
-        room = {"reduce_bucket_size": min(max(num_gradients, 1), 500_000_000)}
+        num_parameters = sum(each.numel() for each in module.parameters())
+        room = {"reduce_bucket_size": min(max(num_parameters, 1), 500_000_000)}
         config |= {
             "train_micro_batch_size_per_gpu": 1,  # it is used for statistics only
             "managed_gradient_accumulation": False,
