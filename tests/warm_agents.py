@@ -26,6 +26,7 @@ import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,6 +46,9 @@ from nodekit.deploy.lab.lab_cluster import Lab
 KINDS = {"agents": ("-u",), "programs": ()}
 """What is behind it, and how python is to be started for that."""
 SUBMIT = "nodekit.slurm.submission.submit"
+WITH_TORCH = "python-torch"
+STDIN = "import sys\nexec(compile(sys.stdin.buffer.read(), '<stdin>', 'exec'))\n"
+"""What ``python -`` does."""
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -59,14 +63,14 @@ def _started() -> Path:
     folder = _folder()
     with warm_python.once(folder) as is_first:
         if is_first:
-            addresses = {kind.upper(): _address(kind) for kind in KINDS}
-            warm_python.compile_client(
-                folder / "python", PYTHON=sys.executable, BOOT=channel.BOOT, **addresses
-            )
+            words = {"PYTHON": sys.executable, "BOOT": channel.BOOT, "AGENTS": _address("agents")}
+            warm_python.compile_client(folder / "python", **words, PROGRAMS=_address("programs"))
+            warm_python.compile_client(folder / WITH_TORCH, **words, PROGRAMS=_address("agents"))
             for beside in Path(sys.executable).parent.iterdir():
                 if not beside.name.startswith("python"):
                     (folder / beside.name).symlink_to(beside)  # what is on the ranks' PATH
             (folder / "boot.py").write_text(channel.BOOT)
+            (folder / "stdin.py").write_text(STDIN)
             env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
             for kind, flags in KINDS.items():
                 warm_python.launch(__file__, _control(kind), env, home=folder, flags=flags)
@@ -112,14 +116,22 @@ def _listen_in(space: str, inode: int) -> None:
         os._exit(1)
 
 
-def program(lab: Lab | None = None) -> str:
-    """The program's path, to be used here and on a lab's hosts; the process behind it is started by the first call."""
+def program(lab: Lab | None = None, *, with_torch: bool = False) -> str:
+    """The program's path, to be used here and on a lab's hosts; the process behind it is started by the first call.
+
+    What kit sends to hosts has torch already ``with_torch``, at a price for each.
+    """
     for space in (
         "/proc/self/ns/net",
         *(str(lab.folder / "hosts" / name / "net") for name in (lab.hosts if lab else ())),
     ):
         _listen_in(space, Path(space).stat().st_ino)
-    return str(_started())
+    if not with_torch:
+        return str(_started())
+    found = str(_started().with_name(WITH_TORCH))
+    # It may be importing torch, and a host's python has 10 s to answer.
+    subprocess.run([found, "-c", channel.BOOT], input=b"4\npass", timeout=120, check=True)
+    return found
 
 
 def end_session() -> None:
@@ -203,6 +215,12 @@ class _Agents(_Maker):
         inspect.getmodule(compile("", "no module", "exec"))
 
     def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
+        match asked["argv"]:
+            case [_, "-u", "-", *args]:
+                return forkserver.Target(str(_folder() / "stdin.py"), False, args)
+            case [_, "-c", *_]:
+                sys.executable = str(_folder() / WITH_TORCH)
+                return forkserver.Target(str(_folder() / "boot.py"), False, [])
         target = super()._target(asked)
         if target is not None and target.name == SUBMIT:
             sys.executable = str(_folder() / "python")  # by which submitit has Slurm start the job

@@ -42,7 +42,7 @@ static void pass_on(int number)
 #ifdef PYTHON /* on hosts: what is no agent and no program of kit's is the real python's */
 static const char *const SPACES[] = {"net", "uts", "ipc", "mnt", "pid"};
 static const char *const MODULES[] = {
-    "nodekit.deploy.agent", "nodekit.training.apply", "nodekit.slurm.submission.submit"};
+    "nodekit.deploy.agent", "nodekit.training.apply", "nodekit.training.pace", "nodekit.slurm.submission.submit"};
 
 static const char *server_of(int argc, char **argv)
 {
@@ -50,6 +50,8 @@ static const char *server_of(int argc, char **argv)
         for (size_t each = 0; each < COUNT(MODULES); each++)
             if (!strcmp(argv[2], MODULES[each]))
                 return AGENTS;
+    if (argc > 2 && !strcmp(argv[1], "-u") && !strcmp(argv[2], "-"))
+        return AGENTS; /* a program of kit's that imports torch */
     return argc == 3 && !strcmp(argv[1], "-c") && !strcmp(argv[2], BOOT) ? PROGRAMS : NULL;
 }
 

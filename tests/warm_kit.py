@@ -8,6 +8,7 @@ from __future__ import annotations
 import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 import warm_python
 
@@ -24,6 +25,8 @@ NOT_KITS_OWN = (
     "nodekit.deploy.selftest.selftest_task",
 )
 """With torch; and programs that are sent to hosts."""
+EXECUTABLE = "NODEKIT_TEST_EXECUTABLE"
+"""The variable with the python by which kit starts programs of its own, if not by the real one."""
 
 
 def argv(*args: str) -> list[str]:
@@ -38,6 +41,10 @@ class _Maker(warm_python._Maker):
         """What torch and its friends read is nothing to kit."""
         own = {name: value for name, value in env.items() if name.startswith(("PYTHON", "LC_", "LANG", "TZ"))}
         return {**self._env, **own}
+
+    def _become(self, start: Mapping[str, Any], target: forkserver.Target | None) -> NoReturn:
+        sys.executable = start["env"].get(EXECUTABLE, sys.executable)
+        super()._become(start, target)
 
     def load(self, preload: Iterable[str]) -> None:
         def forget_nothing(*, but: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import functools
 import json
@@ -120,6 +121,9 @@ TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
 """A variable that torch sets for itself in the caller, once anything of an earlier test there has asked for it."""
 
 
+FAULTHANDLER = "PYTHONFAULTHANDLER"
+
+
 def environment() -> dict[str, str]:
     """What the process behind it was started with and a caller has to hand on, for its ranks to be forks too."""
     return {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": program()}
@@ -206,13 +210,17 @@ class _Maker(forkserver._Server):
                     os.write(2, os.fsencode(f"not a fork: {why}\n"))
                     os._exit(1)
                 target = None
+            if env.get(FAULTHANDLER):
+                faulthandler.enable()
             self._become({**asked, "env": env}, target)
         finally:
             os._exit(1)
 
     def _as_ours(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Every test has a HOME of its own, and nothing that is imported has read it."""
-        return {**env, "HOME": self._env["HOME"]}
+        """Every test has a HOME of its own, and nothing that is imported has read it; nor PYTHONFAULTHANDLER."""
+        return {name: each for name, each in env.items() if name != FAULTHANDLER} | {
+            "HOME": self._env["HOME"]
+        }
 
     @staticmethod
     def _ignore(numbers: Iterable[int]) -> None:

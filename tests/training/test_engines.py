@@ -75,11 +75,57 @@ def test_an_engine_brings_its_library_itself_and_needs_no_launcher(engine: str, 
     assert "epoch 1 done" in done.stdout
 
 
+# The engines take turns in one process group: to start ranks for each would cost five times as much.
+IN_TURNS = """
+import json, sys
+from pathlib import Path
+from nodekit.training import World, rank
+from nodekit.training.options.arguments import parse
+from nodekit.training.process.stop import Stop
+if __name__ == "__main__":
+    with World.from_env() as world, Stop(20) as stop:
+        for folder, way in json.loads(sys.argv[1]):
+            rank._run_loops([], parse(way), world, Task(), Path(folder), stop)
+"""
+
+
+SMALL = ["--epochs", "1", "--batch-size", "16", "--keep", "9"]
+
+
+def in_turns(
+    folder: Path,
+    text: str,
+    turns: Sequence[tuple[Path, list[str]]],
+    *,
+    num_ranks: int = 2,
+    same: Sequence[str] = SMALL,
+) -> str:
+    """Train the class Task of a text in each folder, with its arguments, and return what was said."""
+    (folder / "own.py").write_text(text + IN_TURNS)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    argv = [
+        str(folder / "own.py"),
+        json.dumps([(str(output), [*SAME, *same, *way]) for output, way in turns]),
+    ]
+    done = subprocess.run(
+        [warm_python.program(), *torchrun, *argv],
+        env={**os.environ, **warm_python.environment()},
+        capture_output=True,
+        text=True,
+        timeout=290,  # eleven engines, one after the other
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return said
+
+
 # Without dropout, which draws other numbers with another number of ranks.
 SENTENCES = """
 from torch.utils.data import Subset
 from nodekit.training.tasks.text import Text
 class Task(Text):
+    def __init__(self):
+        super().__init__(max_length=24)
     def train_data(self):
         return Subset(super().train_data(), range(512))
     def test_data(self):
@@ -96,78 +142,75 @@ class Task(Text):
 """
 
 
-def train_on_sentences(folder: Path, way: Sequence[str]) -> str:
+def test_every_engine_trains_on_sentences_as_ddp_does_until_it_is_no_better(tmp_path: Path) -> None:
+    """Of nine epochs, of 16 steps each, all make two."""
     how = ["--epochs", "9", "--batch-size", "32", "--lr", "0.002", "--best", "same", "--early-stop", "1"]
-    own = [*task(folder, SENTENCES), *how, "--max-length", "24", "--save-every-epoch"]
-    return train(folder, *own, *way, num_ranks=ranks_of(way))
-
-
-@pytest.fixture(scope="module")
-def sentences_by_ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], float]:
-    """The losses of two epochs, of 16 steps each, and the accuracy after them."""
-    folder = tmp_path_factory.mktemp("sentences")
-    train_on_sentences(folder, ["--engine", "ddp"])
-    found = losses(folder)
-    assert found[32] < found[1] - 0.2
-    return found, json.loads((folder / "result.json").read_text())["accuracy"]
-
-
-@pytest.mark.parametrize("way", [["--engine", "ddp"], *WAYS], ids=lambda way: "".join(way[1:]))
-def test_every_engine_trains_on_sentences_as_ddp_does_until_it_is_no_better(
-    way: list[str], sentences_by_ddp: tuple[dict[int, float], float], tmp_path: Path
-) -> None:
-    said = train_on_sentences(tmp_path, way)
-    by_ddp, accuracy = sentences_by_ddp
-    assert losses(tmp_path) == pytest.approx(by_ddp, abs=5e-4)
     why = "same was no better than 1.0000 in 1 evaluation (--early-stop 1)"
-    assert f"ended early at step 32/144: {why}" in said
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["stopped_early"], result["steps"], result["epochs"]) == (why, 32, 2)
-    assert result["accuracy"] == pytest.approx(accuracy, abs=0.02)
-    assert any((tmp_path / "snapshots").glob("*32*"))
-    first, second = (torch.load(tmp_path / f"model_{epoch}.pth", weights_only=True) for epoch in (1, 2))
-    last = read_weights(tmp_path / "last")
-    assert all(torch.equal(second[name], value) for name, value in last.items())
-    assert any(not torch.equal(first[name], value) for name, value in last.items())
-    assert set(first) == set(Text().model().state_dict())
-    assert sorted(path.name for path in tmp_path.glob("*model_*")) == ["model_1.pth", "model_2.pth"]
+    ways = {"".join(way[1:]): way for way in [["--engine", "ddp"], *WAYS]}
+    for num_ranks in (2, 1):
+        turns = [(tmp_path / name, way) for name, way in ways.items() if ranks_of(way) == num_ranks]
+        same = [*how, "--save-every-epoch"]
+        said = in_turns(tmp_path, SENTENCES, turns, num_ranks=num_ranks, same=same)
+        assert said.count(f"ended early at step 32/144: {why}") == len(turns), said
+    by_ddp = losses(tmp_path / "ddp")
+    assert by_ddp[32] < by_ddp[1] - 0.2
+    names = set(Text().model().state_dict())
+    accuracy = json.loads((tmp_path / "ddp/result.json").read_text())["accuracy"]
+    for folder in map(tmp_path.joinpath, ways):
+        assert losses(folder) == pytest.approx(by_ddp, abs=5e-4), folder
+        result = json.loads((folder / "result.json").read_text())
+        assert (result["stopped_early"], result["steps"], result["epochs"]) == (why, 32, 2), folder
+        assert result["accuracy"] == pytest.approx(accuracy, abs=0.02), folder
+        assert any((folder / "snapshots").glob("*32*")), folder
+        first, second = (torch.load(folder / f"model_{epoch}.pth", weights_only=True) for epoch in (1, 2))
+        last = read_weights(folder / "last")
+        assert all(torch.equal(second[name], value) for name, value in last.items()), folder
+        assert any(not torch.equal(first[name], value) for name, value in last.items()), folder
+        assert set(first) == names, folder
+        assert sorted(path.name for path in folder.glob("*model_*")) == ["model_1.pth", "model_2.pth"]
+
+
+DIGITS = "from nodekit.training.tasks.digits import Digits as Task\n"
 
 
 def test_each_engine_goes_on_from_the_snapshot_of_another(by_ddp: dict[int, float], tmp_path: Path) -> None:
-    for epochs, way in enumerate(WAYS, 1):
-        said = train(tmp_path, "--epochs", str(epochs), *way, num_ranks=ranks_of(way))
-        assert epochs == 1 or "resumed at step" in said
-    found = losses(tmp_path)
+    """Those of two ranks, and then those of one; an epoch each."""
+    epochs = [["--epochs", str(number)] for number in range(1, len(WAYS) + 1)]
+    ways = sorted(WAYS, key=ranks_of, reverse=True)
+    turns = [(tmp_path / "all", [*number, *way]) for number, way in zip(epochs, ways, strict=True)]
+    num_by_two = sum(ranks_of(way) == 2 for way in WAYS)
+    said = in_turns(tmp_path, DIGITS, turns[:num_by_two], same=[])
+    said += in_turns(tmp_path, DIGITS, turns[num_by_two:], num_ranks=1, same=[])
+    assert said.count("resumed at step") == len(WAYS) - 1
+    found = losses(tmp_path / "all")
     assert sorted(found) == sorted(by_ddp)
     assert found == pytest.approx(by_ddp, abs=5e-4)  # a lost moment of AdamW would be far more
 
 
-@pytest.mark.parametrize(
-    ("arguments", "apart"),
-    [
-        (["--find-unused"], CLOSE),
-        (["--compress", "fp16"], 8e-3),
-        (["--compress", "bf16"], 8e-3),
-        (["--compress", "powersgd"], 0.1),
-        (["--compress", "bf16", "--engine", "accelerate"], 8e-3),
-        (["--compress", "bf16", "--engine", "fabric"], 8e-3),
-        (["--compress", "bf16", "--engine", "trainer"], 8e-3),
-        (["--amp", "bf16"], 8e-3),
-        (["--amp", "fp16"], 8e-3),
-        *((["--amp", "bf16", "--engine", name], 8e-3) for name in ("fsdp", "trainer", "deepspeed")),
-    ],
-    ids=lambda each: "".join(each).replace("--", "-") if isinstance(each, list) else "",
-)
-def test_switches_stay_close_to_the_plain_losses(
-    arguments: list[str], apart: float, by_ddp: dict[int, float], tmp_path: Path
-) -> None:
-    train(tmp_path, "--epochs", "1", *arguments)
-    found = losses(tmp_path)
-    assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=apart)
-    # By rounding alone, one step may differ by twenty times as much as most do.
-    assert median(abs(loss - by_ddp[step]) for step, loss in found.items()) < apart / 10
-    changes = apart != CLOSE
-    assert (max(abs(loss - by_ddp[step]) for step, loss in found.items()) > CLOSE) == changes
+# How far a step's loss may be from the plain one.
+SWITCHES = [
+    (["--find-unused"], CLOSE),
+    (["--compress", "fp16"], 8e-3),
+    (["--compress", "bf16"], 8e-3),
+    (["--compress", "powersgd"], 0.1),
+    *((["--compress", "bf16", "--engine", name], 8e-3) for name in ("accelerate", "fabric", "trainer")),
+    (["--amp", "bf16"], 8e-3),
+    (["--amp", "fp16"], 8e-3),
+    *((["--amp", "bf16", "--engine", name], 8e-3) for name in ("fsdp", "trainer", "deepspeed")),
+]
+
+
+def test_switches_stay_close_to_the_plain_losses(by_ddp: dict[int, float], tmp_path: Path) -> None:
+    turns = [(tmp_path / "".join(arguments), arguments) for arguments, _ in SWITCHES]
+    in_turns(tmp_path, DIGITS, turns, same=["--epochs", "1"])
+    for arguments, apart in SWITCHES:
+        found = losses(tmp_path / "".join(arguments))
+        assert sorted(found) == list(range(1, 24)), arguments
+        assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=apart), arguments
+        # By rounding alone, one step may differ by twenty times as much as most do.
+        differences = [abs(loss - by_ddp[step]) for step, loss in found.items()]
+        assert median(differences) < apart / 10, arguments
+        assert (max(differences) > CLOSE) == (apart != CLOSE), arguments
 
 
 @pytest.mark.parametrize(
@@ -375,38 +418,6 @@ def test_sums_that_are_read_a_step_later_change_no_curve_though_a_rank_is_killed
     assert losses(tmp_path) == pytest.approx({step: by_ddp[step] for step in range(1, 47)}, abs=CLOSE)
 
 
-# The engines take turns in one process group: to start ranks for each would cost five times as much.
-IN_TURNS = """
-import json, sys
-from pathlib import Path
-from nodekit.training import World, rank
-from nodekit.training.options.arguments import parse
-from nodekit.training.process.stop import Stop
-how = "--epochs 1 --batch-size 16 --lr 0.0003 --clip 0.5 --schedule constant --warmup-steps 0 --keep 9".split()
-if __name__ == "__main__":
-    with World.from_env() as world, Stop(20) as stop:
-        for folder, way in json.loads(sys.argv[1]):
-            rank._run_loops([], parse([*how, *way]), world, Task(), Path(folder), stop)
-"""
-
-
-def in_turns(folder: Path, text: str, turns: Sequence[tuple[Path, list[str]]], *, num_ranks: int = 2) -> str:
-    """Train the class Task of a text in each folder, with its arguments, and return what was said."""
-    (folder / "own.py").write_text(text + IN_TURNS)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    argv = [str(folder / "own.py"), json.dumps([(str(output), way) for output, way in turns])]
-    done = subprocess.run(
-        [warm_python.program(), *torchrun, *argv],
-        env={**os.environ, **warm_python.environment()},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    return said
-
-
 BAD_BATCH = """
 from nodekit.training.tasks.digits import Digits, Pixels
 class Task(Digits):
@@ -510,27 +521,32 @@ def test_a_stop_that_is_read_a_step_later_is_the_same_on_all_ranks(
     assert losses(tmp_path) == pytest.approx({step: by_ddp[step] for step in range(1, 24)}, abs=CLOSE)
 
 
+FUSED = """
+from nodekit.training import loop
+from nodekit.training.tasks.digits import Digits as Task
+loop.is_fused = lambda options, device: options.epochs % 2 == 0
+"""
+
+
 def test_a_fused_optimizer_goes_on_from_one_that_is_not_and_back(
     by_ddp: dict[int, float], tmp_path: Path
 ) -> None:
-    ways = [
-        ("ddp", False),
-        ("fsdp", True),
-        ("ddp", False),
-        ("deepspeed", True),
-        ("fsdp", False),
-        ("deepspeed", True),
+    """Every other one of six engines has a fused one."""
+    zero = ["deepspeed", "--zero"]
+    ways = [["ddp"], ["fsdp"], ["ddp"], [*zero, "2"], ["fsdp"], [*zero, "3"]]
+    turns = [
+        (tmp_path / "all", ["--epochs", str(epochs), "--keep", "9", "--engine", *way])
+        for epochs, way in enumerate(ways, 1)
     ]
-    for epochs, (engine, fused) in enumerate(ways, 1):
-        text = "from nodekit.training import loop\nfrom nodekit.training.tasks.digits import Digits as Task\n"
-        own = task(tmp_path, f"{text}loop.is_fused = lambda *_: {fused}\n")
-        zero = ["--zero", str(epochs // 2)] if engine == "deepspeed" else []
-        said = train(tmp_path, "--epochs", str(epochs), "--engine", engine, *zero, *own)
-        assert epochs == 1 or "resumed at step" in said
-        saved = Snapshots(tmp_path / "snapshots").load()
-        assert saved
-        assert bool(saved.state["optimizer"]["param_groups"][0]["fused"]) == fused
-    found = losses(tmp_path)
+    said = in_turns(tmp_path, FUSED, turns, same=[])
+    assert said.count("resumed at step") == len(ways) - 1
+    snapshots, fused, seen = Snapshots(tmp_path / "all" / "snapshots"), set(), []
+    while saved := snapshots.look(seen).loaded:
+        epoch = -(-saved.manifest.step // 23)
+        fused.add((epoch, bool(saved.state["optimizer"]["param_groups"][0]["fused"])))
+        seen.append(saved.manifest.payload)
+    assert fused == {(epoch, epoch % 2 == 0) for epoch in range(1, len(ways) + 1)}
+    found = losses(tmp_path / "all")
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=5e-4)
 
 

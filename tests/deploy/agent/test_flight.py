@@ -3,11 +3,12 @@
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -242,83 +243,86 @@ def test_ranks_are_asked_by_their_pipes_and_who_does_not_answer_is_left_out(tmp_
     assert flight.ask({}, [0], timeout_s=5) == {}
 
 
+# Both jobs are forks of one process, which imports torch once, as an agent's ranks are; it tells their pids.
 TRAIN_PY = """\
-import os, sys, time, torch
+import json, os, sys, time, torch, torch._dynamo
 import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace
 from nodekit.training.world import World
 
-def load_batch():
-    if sys.argv[1] == "sleeps":
+def load_batch(how):
+    if how == "sleeps":
         time.sleep(1000)
 
-with World.from_env() as world:
-    if world.rank == 0:
-        from torch._C._distributed_c10d import _dump_fr_trace
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
-    for step in range(100):
-        if step == 3 and world.rank == 0:
-            open(sys.argv[2], "wb").write(_dump_fr_trace())
-        if step == 3 and world.rank == 1:
-            load_batch()
-            dist.barrier()
-        model(torch.ones(4, 8)).sum().backward()
+def train(how, pickled):
+    with World.from_env() as world:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+        for step in range(100):
+            if step == 3 and world.rank == 0:
+                open(pickled, "wb").write(_dump_fr_trace())
+            if step == 3 and world.rank == 1:
+                load_batch(how)
+                dist.barrier()
+            model(torch.ones(4, 8)).sum().backward()
+
+pids = {}
+for how, (pickled, env) in json.loads(sys.argv[1]).items():
+    for rank in range(3):
+        if not (pid := os.fork()):
+            os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+            train(how, pickled)
+            os._exit(1)
+        pids.setdefault(how, []).append(pid)
+print(json.dumps(pids), flush=True)
+sys.stdin.read()
 """
-
-
-@pytest.fixture
-def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(*argv: str, **env: str) -> subprocess.Popen[bytes]:
-        processes.append(subprocess.Popen(argv, env={**os.environ, **env}))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
+SAID = {
+    "sleeps": "rank 1 never entered all_reduce {}: it hangs in load_batch (train.py:8); 2 others wait there",
+    "calls": "rank 1 called barrier where others called all_reduce {}: it waits in barrier (train.py:18)",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("sleeps", "rank 1 never entered all_reduce {}: it hangs in load_batch (train.py:7); 2 others wait there"),
-        ("calls", "rank 1 called barrier where others called all_reduce {}: it waits in barrier (train.py:18)"),
-    ],
-)  # fmt: skip
-def test_ranks_on_gloo_answer_and_the_one_that_others_wait_for_is_named(
-    how: str, said: str, tmp_path: Path, started: Callable[..., subprocess.Popen[bytes]]
-) -> None:
+def test_ranks_on_gloo_answer_and_the_one_that_others_wait_for_is_named(tmp_path: Path) -> None:
     from nodekit.deploy.agent.hang.stacks import stacks
 
     (tmp_path / "train.py").write_text(TRAIN_PY)
-    port = str(free_port())
-    environ = flight.environment(tmp_path, {}, "2.13.0")
-    workers = {
-        rank: started(
-            sys.executable, str(tmp_path / "train.py"), how, str(tmp_path / "pickled"), **environ,
-            RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-            GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
-        )
-        for rank in range(3)
-    }  # fmt: skip
-    told: dict[int, flight.Record] = {}
+    jobs, recorders = {}, {}
+    for how in SAID:
+        (tmp_path / how).mkdir()
+        recorders[how] = flight.environment(tmp_path / how, {}, "2.13.0")
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        pickled = str(tmp_path / f"{how}.pickle")
+        jobs[how] = (pickled, {**recorders[how], **place, "WORLD_SIZE": "3"})
+    told: dict[str, dict[int, flight.Record]] = {how: {} for how in SAID}
 
-    def line() -> str:
-        assert all(worker.poll() is None for worker in workers.values())
-        told.update(flight.ask(environ, list(workers), timeout_s=5))
-        pids = {rank: worker.pid for rank, worker in workers.items()}
+    def line(how: str, pids: Mapping[int, int]) -> str:
+        told[how].update(flight.ask(recorders[how], list(pids), timeout_s=5))
         seen = stacks(pids, python=sys.executable, timeout_s=10)
-        return explain(seen, {}, records=told, world_size=3).line
+        return explain(seen, {}, records=told[how], world_size=3).line
 
-    def is_said() -> bool:
-        calls = {call.number for each in told.values() for group in each.values() for call in group.calls}
-        return any(said.format(number) in line() for number in calls or {0})
+    def is_said(how: str, pids: Mapping[int, int]) -> bool:
+        found = line(how, pids)
+        calls = {
+            call.number for each in told[how].values() for group in each.values() for call in group.calls
+        }
+        return any(SAID[how].format(number) in found for number in calls or {0})
 
-    until(lambda: line() and is_said(), timeout_s=100, what=said)
-    assert set(told) == {0, 1, 2}
-    pickled = flight.parse((tmp_path / "pickled").read_bytes())
-    for name, group in pickled.items():
-        assert {call.name for call in group.calls} <= {call.name for call in told[0][name].calls}
-        assert group.ranks == (0, 1, 2)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "train.py"), json.dumps(jobs)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        ranks = {how: dict(enumerate(pids)) for how, pids in json.loads(process.stdout.readline()).items()}
+        try:
+            for how, pids in ranks.items():
+                until(lambda: is_said(how, pids), timeout_s=100, what=SAID[how])  # noqa: B023
+        finally:
+            for pid in [pid for pids in ranks.values() for pid in pids.values()]:
+                os.kill(pid, signal.SIGKILL)  # of children that nobody has waited for: no other has the pid
+            process.kill()
+    for how, (pickled, _) in jobs.items():
+        assert set(told[how]) == {0, 1, 2}
+        for name, group in flight.parse(Path(pickled).read_bytes()).items():
+            assert {call.name for call in group.calls} <= {call.name for call in told[how][0][name].calls}
+            assert group.ranks == (0, 1, 2)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 import yaml
 from free_ports import free_port
 from hypothesis import assume, example, given, settings
@@ -652,10 +653,9 @@ def test_accelerate_launches_what_was_exported_for_it(site: Path, tmp_path: Path
         launch = launch.replace(f"node{number}.yaml", f"a/node{number}.yaml").removeprefix(
             "accelerate launch"
         )
-        program = "from accelerate.commands.launch import main; main()"
-        start = shlex.join([sys.executable, "-c", program]) + launch
+        start = shlex.join([warm_python.program(), "-m", "accelerate.commands.launch"]) + launch
         commands.append(["bash", "-c", "\n".join([*exports, start])])
-    run_both(commands)
+    run_both(commands, env={**os.environ, **warm_python.environment()})
     for rank in (0, 1):
         total, env, argv, _ = json.loads((tmp_path / f"says.{rank}").read_text())
         assert (total, argv, env["NOTE"]) == (2, HARD_ARGS, "a\n$b")

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm_agents
+import yaml
 from agents import until
 from lab_hosts import BUSY_S, on, processes
 
@@ -78,13 +80,17 @@ class Site:
 
 
 @pytest.fixture
-def site(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     # On this network no packet is lost: what is not answered at once never is.
     monkeypatch.setattr(netdeep, "GROUP_S", {"gloo": 4.0})
     monkeypatch.setattr(netdeep, "PATIENCE_S", 1.0)
     # All hosts are on this machine: where it stands still for 2 s, none of them is lost.
     monkeypatch.setattr(netdeep, "CALL_S", 60.0)
-    inventory = load_inventory(lab.inventory)
+    python = warm_agents.program(lab, with_torch=True)
+    (tmp_path / "lab.yaml").write_text(
+        yaml.safe_dump({**yaml.safe_load(lab.inventory.read_text()), "python": python})
+    )
+    inventory = load_inventory(tmp_path / "lab.yaml")
     with cluster.channels(inventory.hosts, cluster.SshOptions()) as channels:
         yield Site(lab, inventory, channels)
     for name in lab.hosts:
