@@ -71,6 +71,8 @@ class Kit:
         self.folder = folder
         self.lab = lab
         self.started: list[subprocess.Popen[str]] = []
+        self.env: dict[str, str] = {}
+        """More for its environment."""
         folder.mkdir(parents=True)
 
     def inventory(self, file: str = "lab.yaml", /, *, num_hosts: int | None = None, **changes: Any) -> Path:
@@ -94,7 +96,7 @@ class Kit:
         return subprocess.run(
             warm_kit.argv(*args),
             cwd=self.folder,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **self.env, **(env or {})},
             text=True,
             capture_output=True,
             stdin=subprocess.DEVNULL,
@@ -108,7 +110,7 @@ class Kit:
             process = subprocess.Popen(
                 warm_kit.argv(*args),
                 cwd=self.folder,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **self.env, **(env or {})},
                 text=True,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

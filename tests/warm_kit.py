@@ -5,6 +5,8 @@ Half a second of imports is most of what a short command costs, and the tests ca
 
 from __future__ import annotations
 
+import functools
+import os
 import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -32,6 +34,21 @@ EXECUTABLE = "NODEKIT_TEST_EXECUTABLE"
 def argv(*args: str) -> list[str]:
     """The command line of ``kit ARGS…``; its pid is not kit's own."""
     return [str(warm_python.started(__file__)), "-m", CLI, *args]
+
+
+PYTHON = """#!/bin/sh
+case "$1 $2" in "-m {cli}") exec '{warm}' "$@" ;; esac
+exec '{python}' "$@"
+"""
+
+
+@functools.cache
+def own_kits() -> dict[str, str]:
+    """The environment in which a kit that starts others, as a drill does, has forks of them."""
+    path = warm_python.session() / f"python-of-kits-{os.getpid()}"
+    path.write_text(PYTHON.format(cli=CLI, warm=warm_python.started(__file__), python=sys.executable))
+    path.chmod(0o700)
+    return {EXECUTABLE: str(path)}
 
 
 class _Maker(warm_python._Maker):

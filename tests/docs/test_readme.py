@@ -80,6 +80,7 @@ def test_make_up_trains_from_a_fresh_clone(tmp_path: Path) -> None:
             shutil.copy(ROOT / name, clone / name)
     done = sh("make up", clone)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "uv has failed" not in done.stdout, "pip's settings are uv's, too"
     accuracy = re.search(r"trained to the end in \d+ s, accuracy (\d+\.\d+)%", done.stdout)
     assert accuracy, done.stdout
     assert float(accuracy.group(1)) >= 97
@@ -191,13 +192,17 @@ def test_the_commands_for_a_lab_run_in_their_order(tmp_path: Path, own_home: Pat
         ):  # those of "Without a script …" are in test_apply
             done = sh(command, tmp_path)
             assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
+            if command.startswith("kit lab up "):
+                lab_yaml = lab_folder / "lab.yaml"
+                inventory = yaml.safe_load(lab_yaml.read_text())
+                warm = {"python": warm_agents.program(Lab.load(lab_folder))}
+                for name in ("node2", "node3"):  # the first host's python is the one that is written there
+                    inventory["hosts"][name].update(warm)
+                lab_yaml.write_text(yaml.safe_dump(inventory))
             if command.startswith("kit up "):  # a run with curves, to look at
                 look_at_the_run(tmp_path)
-                inventory = yaml.safe_load((lab_folder / "lab.yaml").read_text())
-                inventory["python"] = warm_agents.program(
-                    Lab.load(lab_folder)
-                )  # by the real one it is shown now
-                (lab_folder / "lab.yaml").write_text(yaml.safe_dump(inventory))
+                inventory["hosts"]["node1"].update(warm)  # by the real one it is shown now
+                lab_yaml.write_text(yaml.safe_dump(inventory))
     finally:
         if lab_folder.exists():
             sh(f"kit lab down --folder {lab_folder}", tmp_path)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import warm_agents
+import warm_kit
 import yaml
 from agents import until
 from kit_runs import Kit
@@ -421,6 +422,7 @@ with open(output + "/metrics.jsonl", "a") as metrics:
 def project(tmp_path: Path) -> Kit:
     """A project with a job of its own and two nodes on this machine."""
     kit = Kit(tmp_path / "my 'project' $HOME; \"x\"", None)
+    kit.env = warm_kit.own_kits()
     (kit.folder / "job.py").write_text(PACE + COUNTER)
     values = {
         "connection": "local",
@@ -538,6 +540,7 @@ def test_ctrl_c_ends_the_run_that_is_under_way(project: Kit, number: signal.Sign
 @pytest.mark.lab
 @pytest.mark.timeout(900)  # three runs: minutes, on a busy machine
 def test_a_lab_is_drilled_and_whole_again_afterwards(kit: Kit) -> None:
+    kit.env = warm_kit.own_kits()
     kit.inventory()
     # From the step at which it is struck, a third of the way, there are to be more than the seconds of a busy machine.
     training = ["-m", "nodekit.training", "--task", "nodekit.deploy.drill.drill_task:Paced", "--epochs", "8"]
@@ -559,6 +562,7 @@ def test_a_lab_is_drilled_and_whole_again_afterwards(kit: Kit) -> None:
 
 @pytest.mark.lab
 def test_ctrl_c_while_a_host_is_down_leaves_the_lab_whole_and_nothing_running(kit: Kit) -> None:
+    kit.env = warm_kit.own_kits()
     kit.inventory()
     (kit.folder / "job.py").write_text(PACE.replace("0.05", "0.2") + COUNTER)
     drill = kit.start("drill", "lab.yaml", "power", "--", "job.py")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import warm_agents
+import warm_kit
 import yaml
 from agents import until
 from kit_runs import Kit
@@ -224,6 +225,7 @@ def test_a_refusal_comes_before_anything_is_asked(tmp_path: Path, argv: list[str
 def project(tmp_path: Path) -> Kit:
     """Two nodes on this machine."""
     kit = Kit(tmp_path / "a project", None)
+    kit.env = warm_kit.own_kits()
     values = {"connection": "local", "workdir": str(tmp_path / "work"), "hosts": {"n1": None, "n2": None}}
     values["python"] = warm_agents.program()
     (kit.folder / "mine.yaml").write_text(yaml.safe_dump(values))
