@@ -19,7 +19,6 @@ import ctypes
 import errno
 import functools
 import gc
-import hashlib
 import inspect
 import os
 import resource
@@ -43,12 +42,10 @@ import nodekit.training
 from nodekit.deploy.agent.ranks import forkserver, worker
 from nodekit.deploy.connect import channel
 from nodekit.deploy.lab.lab_cluster import Lab
-from nodekit.slurm.allocation import allocation
 
 KINDS = {"agents": ("-u",), "programs": ()}
 """What is behind it, and how python is to be started for that."""
-BY_NAME = ("nodekit.slurm.submission.submit", "submitit.core._submit")
-"""Modules that have programs started by their own python, also on other hosts."""
+SUBMIT = "nodekit.slurm.submission.submit"
 WITH_TORCH = "python-torch"
 STDIN = "import sys\nexec(compile(sys.stdin.buffer.read(), '<stdin>', 'exec'))\n"
 """What ``python -`` does."""
@@ -73,8 +70,7 @@ def _started() -> Path:
                 if not beside.name.startswith("python"):
                     (folder / beside.name).symlink_to(beside)  # what is on the ranks' PATH
             (folder / "stdin.py").write_text(STDIN)
-            for code in (channel.BOOT, allocation.DEAF + channel.BOOT):
-                _file_of(code)  # here: on a host it would be a change of that host's
+            (folder / "boot.py").write_text(channel.BOOT)
             env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
             for kind, flags in KINDS.items():
                 warm_python.launch(__file__, _control(kind), env, home=folder, flags=flags)
@@ -222,12 +218,12 @@ class _Agents(_Maker):
         match asked["argv"]:
             case [_, "-u", "-", *args]:
                 return forkserver.Target(str(_folder() / "stdin.py"), False, args)
-            case [_, "-c", code]:
+            case [_, "-c", *_]:
                 sys.executable = str(_folder() / WITH_TORCH)
-                return forkserver.Target(_file_of(code), False, [])
+                return forkserver.Target(str(_folder() / "boot.py"), False, [])
         target = super()._target(asked)
-        if target is not None and target.name in BY_NAME:
-            sys.executable = str(_folder() / "python")
+        if target is not None and target.name == SUBMIT:
+            sys.executable = str(_folder() / "python")  # by which submitit has Slurm start the job
         return target
 
 
@@ -241,17 +237,7 @@ class _Programs(_Maker):
 
     def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
         sys.executable = str(_folder() / "python")
-        return forkserver.Target(_file_of(asked["argv"][2]), False, [])
-
-
-def _file_of(code: str) -> str:
-    """A file with what ``python -c`` is to run."""
-    path = _folder() / f"{hashlib.sha256(code.encode()).hexdigest()}.py"
-    if not path.exists():
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(code)
-        draft.rename(path)
-    return str(path)
+        return forkserver.Target(str(_folder() / "boot.py"), False, [])
 
 
 def _compile_beforehand(packages: Iterable[ModuleType], *more: bytes) -> None:
@@ -298,5 +284,4 @@ if __name__ == "__main__":
     else:
         from nodekit.deploy.agent.main import PRELOAD  # with torch, which the others can do without
 
-        others = ("submitit.core.submission", "submitit.slurm.slurm", "pydantic")
-        warm_python.serve(sys.argv[1], (*PRELOAD, *warm_python.LIBRARIES, *others), _Agents)
+        warm_python.serve(sys.argv[1], (*PRELOAD, *warm_python.LIBRARIES, "submitit", "pydantic"), _Agents)

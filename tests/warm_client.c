@@ -42,25 +42,17 @@ static void pass_on(int number)
 #ifdef PYTHON /* on hosts: what is no agent and no program of kit's is the real python's */
 static const char *const SPACES[] = {"net", "uts", "ipc", "mnt", "pid"};
 static const char *const MODULES[] = {
-    "nodekit.deploy.agent", "nodekit.training.apply", "nodekit.training.pace", "nodekit.slurm.submission.submit",
-    "submitit.core._submit"};
-
-static int ends_with(const char *text, const char *end)
-{
-    size_t more = strlen(text), length = strlen(end);
-    return more >= length && !strcmp(text + more - length, end);
-}
+    "nodekit.deploy.agent", "nodekit.training.apply", "nodekit.training.pace", "nodekit.slurm.submission.submit"};
 
 static const char *server_of(int argc, char **argv)
 {
-    int at = argc > 1 && !strcmp(argv[1], "-u") ? 2 : 1;
-    if (argc > at + 1 && !strcmp(argv[at], "-m"))
+    if (argc > 2 && !strcmp(argv[1], "-m"))
         for (size_t each = 0; each < COUNT(MODULES); each++)
-            if (!strcmp(argv[at + 1], MODULES[each]))
+            if (!strcmp(argv[2], MODULES[each]))
                 return AGENTS;
-    if (argc > at && at == 2 && !strcmp(argv[at], "-"))
+    if (argc > 2 && !strcmp(argv[1], "-u") && !strcmp(argv[2], "-"))
         return AGENTS; /* a program of kit's that imports torch */
-    return argc == 3 && !strcmp(argv[1], "-c") && ends_with(argv[2], BOOT) ? PROGRAMS : NULL;
+    return argc == 3 && !strcmp(argv[1], "-c") && !strcmp(argv[2], BOOT) ? PROGRAMS : NULL;
 }
 
 /* All that are open; then those of the namespaces, which have no number to be found under. */
