@@ -15,7 +15,7 @@ from typing import Any
 from rounds import Bench, BenchError, median, note, table
 from sessions import KitModule, wait_for
 
-STEPS_A_FAULT = 20
+STEPS_A_FAULT = 50
 """Between one fault and the next, on average; a rank makes 15 steps an epoch."""
 STEPS_AN_EPOCH = 15
 TWO_AT_ONCE = 0.1
