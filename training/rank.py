@@ -187,6 +187,7 @@ def _attempt(
     from nodekit.training.reporting import node_lines
     from nodekit.training.snapshots.emergency import why_over
     from nodekit.training.snapshots.files.fence import EXIT_FENCED, Fenced
+    from nodekit.training.world import KEEPING
 
     loops: list[Loop] = []
     try:
@@ -214,6 +215,7 @@ def _attempt(
                 except Exception as unmade:  # the one that has led here is the one to be reported
                     logging.getLogger("nodekit.training").warning("no step is kept: %s", unmade)
             if kept is not None and not stop.requested and world.may_stay:
+                world.stage(KEEPING, step=kept.age[1])  # who leaves no longer hears, and answers, that one is lost
                 said = str(error).partition("\n")[0]  # of NCCL's four lines the first says it
                 print(f"nodekit: {why}: waiting with step {kept.age[1]} ({said})", file=sys.stderr)
                 traceback.clear_frames(error.__traceback__)

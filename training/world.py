@@ -326,8 +326,10 @@ class World:
     def start_sum(self, values: torch.Tensor) -> Callable[[], list[float]]:
         """Start to sum a 1-D tensor over all ranks; the returned function waits for the sums, equal on every rank.
 
-        It raises an error if another rank is lost.
+        It raises an error if another rank is lost; so does this, for a collective that begins while NCCL aborts waits
+        for half a second.
         """
+        nccl.check()
         sums_of = start_sum(values, self.world_size)
 
         def sums() -> list[float]:

@@ -8,7 +8,7 @@ from nodekit.training.attempts import reform
 from nodekit.training.process.kept import AttemptOver, Kept
 from nodekit.training.process.stop import Stop
 from nodekit.training.snapshots.emergency import why_over
-from nodekit.training.world import World
+from nodekit.training.world import KEEPING, World
 
 log = logging.getLogger("nodekit.training")
 
@@ -54,6 +54,7 @@ def run_attempts(
                 world.leave_others()
                 kept = world.kept if world.kept is not None and world.kept.is_held else None
                 if kept is not None and world.may_stay and not stop.requested:
+                    world.stage(KEEPING, step=kept.age[1])  # who leaves no longer hears, and answers, that one is lost
                     log.warning("%s before the first step (%s)", why, error)
                     return kept
                 saved = ""

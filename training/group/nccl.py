@@ -20,7 +20,7 @@ import torch.distributed as dist
 log = logging.getLogger("nodekit.training")
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_DUMP_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+_DUMPS, _DUMP_MS = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _ROOM_BYTES = 4 << 30
 """Where less of a GPU is free, the memory of the earlier group is waited for: the next one may take as much."""
 _END_TIMEOUT_S = 30.0
@@ -58,7 +58,10 @@ def prepare(*, aborts: bool) -> None:
         _given.append(os.environ.get(_HANDLING))
     if aborts:
         os.environ[_HANDLING] = "0"
-        # After an error the watchdog sleeps four times as long, and whoever closes its group waits for it: not 60 s.
+        # After an error the watchdog would have all ranks write what the flight recorder has, for which kit's agents
+        # ask by themselves. Where it still does, it sleeps four times as long as this, and whoever closes its group
+        # waits for it: not 60 s.
+        os.environ.setdefault(_DUMPS, "0")
         os.environ.setdefault(_DUMP_MS, "250")
     elif os.environ.get(_HANDLING) == "0":
         os.environ.pop(_HANDLING) if _given[0] is None else os.environ.update({_HANDLING: _given[0]})

@@ -190,10 +190,8 @@ class Workers:
                 if not is_wanted() and time.monotonic() > deadline:
                     break
                 time.sleep(_POLL_S)
-        pids = dict(self._pids)
-        stay = {
-            key: pid for key, pid in pids.items() if key in staying() and key not in (*left, *self._ended)
-        }
+        pids, stays = dict(self._pids), set(staying())  # asked once: who says so only now stays as well
+        stay = {key: pid for key, pid in pids.items() if key in stays and key not in self._ended}
         if self._served and (answer := self._ask("clear", stay=[*stay])) is not None:
             stuck = {int(pid): where for pid, where in answer["stuck"].items()}
         else:
@@ -207,7 +205,7 @@ class Workers:
         for pid in list(self._handles):
             self._forget(pid)
         self._served = self._served and bool(self._pids)
-        return bool(left)
+        return not left.keys() <= stay.keys()
 
     def _left(self, staying: Callable[[], Collection[int]]) -> dict[int, int]:
         """Local rank → pid of those that have not ended, nor are to stay."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -124,7 +125,11 @@ class GpuHealth:
         """
         if not self._gpus:
             return None
-        if any(_CUDA.search(each["error"]) and not _USERS_OWN.search(each["error"]) for each in failures):
+        if any(
+            _CUDA.search(each["error"]) and not _USERS_OWN.search(each["error"])
+            for each in failures
+            if each["exitcode"] != -signal.SIGKILL  # whatever it has said, this is not what ended it
+        ):
             self._wait_for_look()  # the driver's word may come a moment later than CUDA's
         if (fault := self.recent()) is not None:
             return fault

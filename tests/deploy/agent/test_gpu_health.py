@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -233,6 +234,19 @@ def test_what_a_driver_does_not_tell_is_read_in_the_ranks_last_words(
     own = Looks(told).sees()
     found = own.blamed_for([failure(error, *filter(None, [kernel]))])
     assert blamed in str(found) if blamed else found is None
+
+
+def test_for_a_rank_that_was_killed_the_driver_is_not_asked(
+    told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log may end with what NCCL has said of an earlier loss, a second ago."""
+    own, asked = Looks(told).sees(), []
+    monkeypatch.setattr(own, "_wait_for_look", lambda: asked.append(1))
+    said = failure("Some NCCL operations have failed or timed out")
+    assert own.blamed_for([{**said, "exitcode": -signal.SIGKILL}]) is None
+    assert asked == []
+    assert own.blamed_for([{**said, "exitcode": -signal.SIGKILL}, said]) is None
+    assert asked == [1]
 
 
 def test_a_clock_that_stays_low_is_told_once_with_its_end(

@@ -264,6 +264,35 @@ def test_a_rank_in_the_middle_of_a_long_step_stays(
     assert all(run.events(name, "workers-started")[1]["stayed"] for name in ("n0", "n2"))
 
 
+LEAVES_SLOWLY = """
+if __name__ == "__main__":
+    import sys
+    from nodekit.training import __main__
+    from nodekit.training.attempts import reform
+    from nodekit.training.group.agent_messages import AgentMessages
+    leave = reform.leave
+    def leave_slowly(world):
+        time.sleep(1.5)
+        leave(world)
+    reform.leave = leave_slowly
+    AgentMessages.when = lambda *_, **__: None
+    sys.exit(__main__.main())
+"""
+
+
+@again_if_left_waiting
+def test_a_rank_that_takes_long_to_leave_the_others_stays(
+    agents: Agents, unbroken: tuple[dict[int, float], str]
+) -> None:
+    """As with NCCL on a busy host: it has found out by itself that one is lost, and is told of it too late to answer."""
+    run = Run(agents, job=JOB + LEAVES_SLOWLY)
+    run.wait_step(20)
+    os.kill(run.pids()["n1"][0], signal.SIGKILL)
+    losses = run.end()
+    assert (losses, run.result("n0")["weights_sha256"]) == unbroken
+    assert all(run.events(name, "workers-started")[1]["stayed"] for name in ("n0", "n2"))
+
+
 LOST_IN_AN_EVALUATION = """
 import os
 from nodekit.training.world import World
