@@ -23,7 +23,7 @@ INVENTORY = """\
 name: overhead
 connection: local
 hosts:
-  node:
+  node: {gpus: 0}
 job:
   env: {OMP_NUM_THREADS: "1"}
 """

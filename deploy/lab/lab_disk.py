@@ -149,7 +149,7 @@ def inventory_file(
     """The inventory of a lab, ready for `kit up`; ``folder_option`` is what `kit lab` needs to find the lab."""
     num = len(addresses)
     nodes = f"nodes: '{num - 1}:{num}'  # goes on with {num - 1} when one is cut off\n" if num > 1 else ""
-    hosts = "".join(f"  {host}: {{address: {address}}}\n" for host, address in addresses.items())
+    hosts = "".join(f"  {host}: {{address: {address}, gpus: 0}}\n" for host, address in addresses.items())
     return f"""\
 # A lab: {len(addresses)} hosts on this machine, each with its own network, disk, processes and sshd.
 # Train on them with `kit up THIS_FILE`. Meanwhile try, in another terminal, one of these, and what undoes it:
@@ -166,7 +166,7 @@ identity_file: {_quoted(identity_file)}
 known_hosts: {_quoted(known_hosts)}  # the hosts' keys, so that there is nothing to accept
 python: {_quoted(sys.executable)}  # this machine's: the hosts see its files, and keep their own changes
 workdir: ~/nodekit
-{nodes}hosts:
+{nodes}hosts:  # without this machine's GPUs, also where it has some
 {hosts}"""
 
 

@@ -283,7 +283,7 @@ def test_the_inventory_has_what_kit_needs(lab: Lab) -> None:
         "python": sys.executable,
         "workdir": "~/nodekit",
         "nodes": f"{len(lab.hosts) - 1}:{len(lab.hosts)}",
-        "hosts": {host.name: {"address": host.address} for host in lab.hosts.values()},
+        "hosts": {host.name: {"address": host.address, "gpus": 0} for host in lab.hosts.values()},
     }
 
 
