@@ -27,7 +27,7 @@ INVENTORY = f"""\
 name: throughput
 connection: local
 hosts:
-  node: {gpus: 0}
+  node: {{gpus: 0}}
 job:
   nproc_per_node: {RANKS}
   env: {{OMP_NUM_THREADS: "1"}}

@@ -284,7 +284,7 @@ if __name__ == "__main__":
 def test_a_rank_that_takes_long_to_leave_the_others_stays(
     agents: Agents, unbroken: tuple[dict[int, float], str]
 ) -> None:
-    """As with NCCL on a busy host: it has found out by itself that one is lost, and is told of it too late to answer."""
+    """As with NCCL on a busy host: it has found out by itself that one is lost, and hears no more that it is told."""
     run = Run(agents, job=JOB + LEAVES_SLOWLY)
     run.wait_step(20)
     os.kill(run.pids()["n1"][0], signal.SIGKILL)
