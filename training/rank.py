@@ -215,7 +215,8 @@ def _attempt(
                 except Exception as unmade:  # the one that has led here is the one to be reported
                     logging.getLogger("nodekit.training").warning("no step is kept: %s", unmade)
             if kept is not None and not stop.requested and world.may_stay:
-                world.stage(KEEPING, step=kept.age[1])  # who leaves no longer hears, and answers, that one is lost
+                # Who leaves no longer hears that another one is lost, nor answers.
+                world.stage(KEEPING, step=kept.age[1])
                 said = str(error).partition("\n")[0]  # of NCCL's four lines the first says it
                 print(f"nodekit: {why}: waiting with step {kept.age[1]} ({said})", file=sys.stderr)
                 traceback.clear_frames(error.__traceback__)

@@ -54,7 +54,8 @@ def run_attempts(
                 world.leave_others()
                 kept = world.kept if world.kept is not None and world.kept.is_held else None
                 if kept is not None and world.may_stay and not stop.requested:
-                    world.stage(KEEPING, step=kept.age[1])  # who leaves no longer hears, and answers, that one is lost
+                    # Who leaves no longer hears that another one is lost, nor answers.
+                    world.stage(KEEPING, step=kept.age[1])
                     log.warning("%s before the first step (%s)", why, error)
                     return kept
                 saved = ""

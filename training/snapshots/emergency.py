@@ -184,7 +184,8 @@ class EmergencySave:
         except Exception as unmade:  # the one that has led here is the one to be raised
             log.warning("step %d was not kept: %s", step, unmade)
             return
-        self._world.stage(KEEPING, step=step)  # who leaves no longer hears, and answers, that one is lost
+        # Who leaves no longer hears that another one is lost, nor answers.
+        self._world.stage(KEEPING, step=step)
         over = AttemptOver(kept, why)
         log.warning("%s (%s)", over, error)
         raise over from error

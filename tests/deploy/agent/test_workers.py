@@ -555,7 +555,9 @@ def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace(light: Driver) -> No
     assert light.call("stop", 0) is True
 
 
-def test_a_worker_that_says_at_the_last_moment_that_it_stays_is_there_at_the_next_start(light: Driver) -> None:
+def test_a_worker_that_says_at_the_last_moment_that_it_stays_is_there_at_the_next_start(
+    light: Driver,
+) -> None:
     pid = light.start(light.script(UP))[0]
     light.said("up")
     assert light.call("stop_all_but_one_that_says_late_that_it_stays") is False
