@@ -15,7 +15,7 @@ from typing import Any
 from rounds import Bench, BenchError, median, note, table
 from sessions import KitModule, wait_for
 
-STEPS_A_FAULT = 50
+STEPS_A_FAULT = 20
 """Between one fault and the next, on average; a rank makes 15 steps an epoch."""
 STEPS_AN_EPOCH = 15
 TWO_AT_ONCE = 0.1
@@ -131,7 +131,7 @@ def run(lab: Bench, job: Path, num_faults: int, seed: int, judge: Any, cap_s: fl
                 raise BenchError(
                     f"no step {at} after {outcome.num_faults} faults: {session.output.read_text()[-2000:]}"
                 )
-            if at > session.num_steps - STEPS_A_FAULT:
+            if max(at, session.step()) > session.num_steps - STEPS_A_FAULT:
                 break
             _strike(session, rng, outcome, judge, cap_s)
             if outcome.num_faults % max(1, num_faults // 20) == 0:
