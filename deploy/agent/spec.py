@@ -84,9 +84,12 @@ class AgentSpec:
         return self.nodes[node_rank] if node_rank < len(self.nodes) else self.name
 
     def who_is_missing(self, present: Sequence[int]) -> str:
-        """Who keeps the fewest nodes from being there, in words, with those of these node_ranks; "" for nobody."""
+        """Who keeps the fewest nodes from being there, in words, with those of these node_ranks.
+
+        "" for nobody, and while this node itself is not among those: it has not looked yet.
+        """
         names = [self.name_of(number) for number in present]
         absent = [name for name in self.nodes if name not in names]
-        if len(names) >= self.min_nodes or not absent:
+        if self.name not in names or len(names) >= self.min_nodes or not absent:
             return ""
         return f"{len(names)} of at least {self.min_nodes} nodes are here, without {', '.join(absent)}"

@@ -517,6 +517,13 @@ def test_a_node_without_the_address_it_is_to_listen_on_says_so(agents: Agents) -
     assert ended["cure"] == "see `ip addr` there"
 
 
+def test_who_is_missing_is_said_once_a_node_has_looked_who_is_there(agents: Agents) -> None:
+    spec = agents.spec("n1", num_nodes=3, min_nodes=2)
+    assert spec.who_is_missing([]) == "", "it is there itself"
+    assert spec.who_is_missing([1]) == "1 of at least 2 nodes are here, without n0, n2"
+    assert spec.who_is_missing([1, 2]) == ""
+
+
 def test_progress_is_told_by_the_least_advanced_rank(agents: Agents) -> None:
     agents.start(
         "import os, time\nopen(os.environ['NODEKIT_PROGRESS_FILE'], 'w').write('7/9 loss 0.5')\ntime.sleep(600)",
