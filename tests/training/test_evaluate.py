@@ -12,7 +12,6 @@ from typing import cast
 import pytest
 import torch
 from engine_runs import task, train
-from sklearn.metrics import f1_score
 
 from nodekit.training.data.evaluate import Evaluation, macro_f1
 from nodekit.training.data.loading import loading
@@ -26,6 +25,8 @@ from nodekit.training.world import World
 
 @pytest.mark.parametrize("num_classes", [2, 3, 6])
 def test_f1_is_that_of_scikit_learn(num_classes: int) -> None:
+    from sklearn.metrics import f1_score  # 1.7 s, for every worker at the top
+
     generator = torch.Generator().manual_seed(num_classes)
     predicted, targets = torch.randint(num_classes, (2, 40), generator=generator)
     expected = f1_score(targets, predicted, average="macro")

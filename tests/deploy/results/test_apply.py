@@ -22,7 +22,6 @@ from kit_runs import Kit
 from places import ROOT
 from rich.cells import cell_len
 from rich.console import Console
-from sklearn.metrics import classification_report, confusion_matrix
 
 from nodekit.deploy.commands import cli
 from nodekit.deploy.connect.channel import ChannelLost, open_local
@@ -91,6 +90,8 @@ def by_plain_transformers(folder: Path, texts: list[str]) -> torch.Tensor:
 
 def check_report(told: dict[str, Any], right: list[int], said: list[int], labels: list[str]) -> None:
     """Every number is scikit-learn's."""
+    from sklearn.metrics import classification_report, confusion_matrix  # 1.7 s, for every worker at the top
+
     report = classification_report(
         right, said, labels=range(len(labels)), target_names=labels, output_dict=True, zero_division=0
     )
