@@ -326,10 +326,9 @@ class World:
     def start_sum(self, values: torch.Tensor) -> Callable[[], list[float]]:
         """Start to sum a 1-D tensor over all ranks; the returned function waits for the sums, equal on every rank.
 
-        It raises an error if another rank is lost; so does this, for a collective that begins while NCCL aborts waits
-        for half a second.
+        Both raise an error if another rank is lost.
         """
-        nccl.check()
+        nccl.check()  # a collective that begins while torch aborts the group would wait for half a second
         sums_of = start_sum(values, self.world_size)
 
         def sums() -> list[float]:

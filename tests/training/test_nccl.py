@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from agents import until
 
 from nodekit.training import World
+from nodekit.training import world as world_module
 from nodekit.training.group import nccl
 
 CUDA = torch.device("cuda", 0)
@@ -162,3 +165,23 @@ def test_a_group_that_was_left_at_once_counts_as_the_first_too(
     with pytest.raises(nccl.LostRank):
         world.__enter__()
     assert nccl._num_groups == 1
+
+
+def test_no_collective_is_begun_once_the_group_is_left(end: SlowEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch aborts, it would wait."""
+    begun: list[torch.Tensor] = []
+    monkeypatch.setattr(world_module, "start_sum", lambda values, _: begun.append(values))
+    nccl.leave()
+    with pytest.raises(nccl.LostRank):
+        World.from_env({}).start_sum(torch.ones(1))
+    assert begun == []
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "0"), ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, "1")])
+def test_torch_dumps_by_itself_where_ranks_stay_only_if_the_user_says_so(
+    given: dict[str, str], found: str
+) -> None:
+    with mock.patch.dict(os.environ, given):
+        nccl.prepare(aborts=True)
+        assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == found
+    nccl.prepare(aborts=False)

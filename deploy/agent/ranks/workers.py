@@ -205,7 +205,7 @@ class Workers:
         for pid in list(self._handles):
             self._forget(pid)
         self._served = self._served and bool(self._pids)
-        return not left.keys() <= stay.keys()
+        return bool(left.keys() - stay.keys())
 
     def _left(self, staying: Callable[[], Collection[int]]) -> dict[int, int]:
         """Local rank → pid of those that have not ended, nor are to stay."""

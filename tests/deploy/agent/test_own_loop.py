@@ -9,7 +9,7 @@ import pytest
 import torch
 from agents import Agents, again_if_left_waiting
 from places import ROOT
-from test_reform import Run
+from test_reform import LEAVES_SLOWLY, Run
 
 from nodekit.training.snapshots.snapshot import Snapshots
 
@@ -51,11 +51,13 @@ STEPS = 192
 class OwnLoop(Run):
     """Some nodes that run the loop of the page, with a snapshot of the last step alone, and these files."""
 
-    def __init__(self, agents: Agents, *files: str, num_nodes: int = 3, **changes: Any) -> None:
+    def __init__(
+        self, agents: Agents, *files: str, job: str = JOB, num_nodes: int = 3, **changes: Any
+    ) -> None:
         (agents.folder / "code/train.py").write_text(SCRIPT)
         for name in files:
             (agents.folder / "code" / name).touch()
-        self.begin(agents, JOB, num_nodes=num_nodes, **changes)
+        self.begin(agents, job, num_nodes=num_nodes, **changes)
 
     def ended(self) -> dict[str, Any]:
         """The state after the last step."""
@@ -107,6 +109,15 @@ def test_the_others_stay_and_no_step_is_lost(agents: Agents, unbroken: dict[str,
     ((step, source),) = run.goes_on()
     assert step >= 20
     assert "in memory" in source
+
+
+@again_if_left_waiting
+def test_a_rank_that_takes_long_to_leave_the_others_stays(agents: Agents, unbroken: dict[str, Any]) -> None:
+    run = OwnLoop(agents, job=f"import time\n{LEAVES_SLOWLY}{JOB}")
+    run.wait_step(20)
+    os.kill(run.pids()["n1"][0], signal.SIGKILL)
+    assert equal(run.ended(), unbroken)
+    assert all(run.events(name, "workers-started")[1]["stayed"] for name in ("n0", "n2"))
 
 
 @again_if_left_waiting

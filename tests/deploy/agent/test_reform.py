@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -265,18 +266,14 @@ def test_a_rank_in_the_middle_of_a_long_step_stays(
 
 
 LEAVES_SLOWLY = """
-if __name__ == "__main__":
-    import sys
-    from nodekit.training import __main__
-    from nodekit.training.attempts import reform
-    from nodekit.training.group.agent_messages import AgentMessages
-    leave = reform.leave
-    def leave_slowly(world):
-        time.sleep(1.5)
-        leave(world)
-    reform.leave = leave_slowly
-    AgentMessages.when = lambda *_, **__: None
-    sys.exit(__main__.main())
+from nodekit.training.attempts import reform
+from nodekit.training.group.agent_messages import AgentMessages
+leave = reform.leave
+def leave_slowly(world):
+    time.sleep(1.5)
+    leave(world)
+reform.leave = leave_slowly
+AgentMessages.when = lambda *_, **__: None
 """
 
 
@@ -285,7 +282,8 @@ def test_a_rank_that_takes_long_to_leave_the_others_stays(
     agents: Agents, unbroken: tuple[dict[int, float], str]
 ) -> None:
     """As with NCCL on a busy host: it has found out by itself that one is lost, and hears no more that it is told."""
-    run = Run(agents, job=JOB + LEAVES_SLOWLY)
+    main = f"import sys\nfrom nodekit.training import __main__\n{LEAVES_SLOWLY}sys.exit(__main__.main())\n"
+    run = Run(agents, job=f'{JOB}if __name__ == "__main__":\n{textwrap.indent(main, "    ")}')
     run.wait_step(20)
     os.kill(run.pids()["n1"][0], signal.SIGKILL)
     losses = run.end()
