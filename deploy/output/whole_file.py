@@ -1,6 +1,7 @@
 """A file that is there whole, or as it was before."""
 
 import os
+import secrets
 from pathlib import Path
 
 
@@ -19,7 +20,7 @@ def write(path: Path, text: str, *, mode: int = 0o600) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:
         with os.fdopen(
             os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8"

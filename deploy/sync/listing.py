@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import stat
 import time
 from collections.abc import Iterable, Mapping
@@ -211,7 +212,7 @@ def _cache_file(root: Path) -> Path:
 
 
 def _remember(cache: Path, stats: dict[str, list[Any]]) -> None:
-    draft = cache.with_suffix(f".{os.getpid()}")
+    draft = cache.with_suffix(f".{secrets.token_hex(8)}")
     try:
         make_private(cache.parent)
         draft.write_text(json.dumps(stats), encoding="ascii")

@@ -17,6 +17,15 @@ def test_a_file_is_its_owners_and_what_was_there_is_replaced(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_a_killed_process_of_the_same_pid_has_left_is_not_in_the_way(tmp_path: Path) -> None:
+    """In a container, pids begin anew; and a folder may be shared with another machine."""
+    draft = tmp_path / f".report.html.{os.getpid()}.tmp"
+    draft.touch()
+    whole_file.write(tmp_path / "report.html", "text")
+    assert (tmp_path / "report.html").read_text() == "text"
+    assert draft.exists()
+
+
 def test_a_link_stays_one(tmp_path: Path) -> None:
     link = tmp_path / "newest.html"
     link.symlink_to("report.html")
