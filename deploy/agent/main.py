@@ -34,6 +34,8 @@ PRELOAD = (
     "nodekit.training.options.arguments",
     "nodekit.training.rank",
     "nodekit.training.attempts.reform",
+    "nodekit.training.attempts.standby",
+    "nodekit.training.process.gpus",
     "nodekit.training.loop",
     "nodekit.training.engines.ddp",
     "nodekit.training.tasks.digits",

@@ -43,6 +43,7 @@ from nodekit.deploy.agent.ranks import children, worker
 
 ANSWER_TIMEOUT_S = 120.0
 IMPORTS_S = 240.0  # for the imports, which may come over NFS
+_COARSE_CLOCK_S = 2.0  # the longest for which a file system has one time
 _FLUSH_FAILED = 120  # python's exit status when what was printed could not be written
 TRAINING = "nodekit.training"
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
@@ -165,6 +166,7 @@ class _Server:
         self._socket = connection
         self._mask = mask
         self._path, self._env = sys.path[:], dict(os.environ)  # before imports have changed them
+        self._began_s = time.time()
         self._set_by_imports: list[tuple[str, str | None, str]] = []  # a variable, what it was, and is
         self._pids: dict[int, int] = {}
         self._agent = 0
@@ -253,6 +255,7 @@ class _Server:
             os.write(2, os.fsencode(problem + "\n"))
             os._exit(1)
         _forget_the_agent()
+        _forget_listings(self._began_s)
         os.register_at_fork(
             after_in_child=functools.partial(worker.be_read_by, self._agent)
         )  # its loaders' too
@@ -395,7 +398,6 @@ def _forget_the_agent() -> None:
     if not (os.environ.get("PYTHONFAULTHANDLER") or sys.flags.dev_mode):
         faulthandler.disable()
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
-    importlib.invalidate_caches()
     tempfile.tempdir = None
     process: Any = sys.modules.get("multiprocessing.process")
     if process:
@@ -406,6 +408,18 @@ def _forget_the_agent() -> None:
     if torch := sys.modules.get("torch"):
         torch.default_generator.seed()  # python's own random sees to itself
         _keep_process_groups(torch)
+
+
+def _forget_listings(began_s: float) -> None:
+    """Have python list those folders again in which a file may be that it has not seen, by when the server began.
+
+    Others it lists again by itself, if their time of change is another one; to list all takes 0.01 s.
+    """
+    for path, finder in [*sys.path_importer_cache.items()]:
+        if finder is None or not path.startswith("/"):
+            del sys.path_importer_cache[path]  # it may be there by now, or elsewhere
+        elif getattr(finder, "_path_mtime", began_s) > began_s - _COARSE_CLOCK_S:
+            finder.invalidate_caches()  # type: ignore[attr-defined]  # all that come with python have it
 
 
 def _forget_ours(*, but: str) -> None:

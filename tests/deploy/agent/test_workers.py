@@ -661,6 +661,25 @@ def test_a_relative_python_path_starts_afresh(driver: Drivers, monkeypatch: pyte
     assert one.call("fresh") == {"0": "PYTHONPATH has a relative entry"}
 
 
+def test_a_fork_finds_what_has_come_since_the_server_looked(
+    driver: Drivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that was not there, one that has another time of change by now, and one that has the same."""
+    folders = [driver([]).folder.with_name(name) for name in ("absent", "changed", "same")]
+    for folder in folders[1:]:
+        folder.mkdir()
+    os.utime(folders[1], (0, 0))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    one = driver(["no_such_module"])  # which is looked for in all folders
+    was = folders[2].stat()
+    for number, folder in enumerate(folders):
+        folder.mkdir(exist_ok=True)
+        (folder / f"since{number}.py").touch()
+    os.utime(folders[2], ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert one.run(one.script("import since0, since1, since2; print('found')")) == [(0, "found\n")]
+    assert one.call("fresh") == {}
+
+
 def test_the_server_is_deaf_to_signals_for_the_whole_group(driver: Drivers) -> None:
     one = driver([])
     assert one.server
