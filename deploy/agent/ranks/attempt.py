@@ -43,6 +43,7 @@ STAND_BY_S = 600.0  # for the imports and the data of ranks that join
 LOSS_S = 0.4  # until it is looked again, while ranks pause, whether one is lost for which they would wait
 ALSO_S = 0.1  # of a node's ranks several may fail of the same
 # Looks, not seconds: while a machine stands still, or has no core to spare, its ranks cannot answer either.
+LOOK_S = 0.008  # the shortest that counts
 UNREAD_LOOKS = 200  # for ranks to read what they are told, one to two hundredths of a second each
 HEARD_LOOKS = 15  # from then until they say that they keep what they have; their main thread may be at work
 _POLL_S = 0.02
@@ -282,7 +283,7 @@ class Attempts:
             if len(exits) > num_ended and self.say_why(exits):
                 deadline = min(deadline, time.monotonic() + ALSO_S)
             num_ended = len(exits)
-            time.sleep(_POLL_S)
+            self.workers.wait(_POLL_S)
         self._logbook.look()
         return [self._failure(rank, code) for rank, code in exits.items() if code not in _EXITS_NO_FAILURE]
 
@@ -308,15 +309,17 @@ class Attempts:
                 self._told[local_rank] = kind
                 self._heard_looks = 0
         keeping: set[int] = set()  # what it does meanwhile may be told in place of that
-        unread_looks = 0
+        unread_looks, counted_s = 0, 0.0
 
         def is_kept() -> bool:
-            nonlocal unread_looks
+            nonlocal unread_looks, counted_s
             left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
-            if unread_looks < UNREAD_LOOKS and any(map(self._messages.is_unread, left & self._told.keys())):
-                unread_looks, self._heard_looks = unread_looks + 1, 0
-            else:
-                self._heard_looks += 1
+            if (now := time.monotonic()) > counted_s + LOOK_S:  # each word, or end, of a rank has us look as well
+                counted_s = now
+                if unread_looks < UNREAD_LOOKS and any(map(self._messages.is_unread, left & self._told.keys())):
+                    unread_looks, self._heard_looks = unread_looks + 1, 0
+                else:
+                    self._heard_looks += 1
             keeping.update(self._in_stage(hang.KEEPING, hang.PAUSING))
             keeping.update(self._stayed - self._in_stage())
             may_answer = self._heard_looks < HEARD_LOOKS and not left.isdisjoint(self._told)

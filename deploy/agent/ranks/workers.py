@@ -69,10 +69,10 @@ class Workers:
         self._pids: dict[int, int] = {}
         self._served = False
         self._ended: dict[int, int] = {}
-        self._ends = select.poll()
+        self._ends = select.epoll()
         self._handles: dict[int, int] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ends.register(self._bell, select.POLLIN)
+        self._ends.register(self._bell, select.EPOLLIN)
         self.fresh: dict[int, str] = {}
         """Local rank → why this worker of the round is not a fork."""
         self._logged: set[str] = set()  # of these reasons, in any round
@@ -135,17 +135,18 @@ class Workers:
         for pid in there - self._handles.keys():
             try:
                 self._handles[pid] = os.pidfd_open(pid)
-                self._ends.register(self._handles[pid], select.POLLIN)
+                self._ends.register(self._handles[pid], select.EPOLLIN)
             except OSError:  # it is gone, or the kernel is older than 5.3
                 timeout_s, is_sure = min(timeout_s, _POLL_S), False
-        found = self._ends.poll(timeout_s * 1000)
+        found = self._ends.poll(timeout_s)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         return bool(found) or not is_sure
 
     def wake_by(self, descriptor: int) -> None:
-        """Have `wait` end, too, while there is something to be read from this."""
-        self._ends.register(descriptor, select.POLLIN)
+        """Have `wait` end, too, when something has come that can be read from this: once, whether it is read or not."""
+        with contextlib.suppress(FileExistsError):
+            self._ends.register(descriptor, select.EPOLLIN | select.EPOLLET)
 
     def wake(self) -> None:
         """End the present `wait`, or the next; from any thread."""
@@ -189,7 +190,7 @@ class Workers:
             while left := self._left(staying):
                 if not is_wanted() and time.monotonic() > deadline:
                     break
-                time.sleep(_POLL_S)
+                self.wait(_POLL_S)
         pids, stays = dict(self._pids), set(staying())  # asked once: who says so only now stays as well
         stay = {key: pid for key, pid in pids.items() if key in stays and key not in self._ended}
         if self._served and (answer := self._ask("clear", stay=[*stay])) is not None:
