@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +17,18 @@ from nodekit.training.process.kept import Kept, Made
 from nodekit.training.snapshots.files.commit import NOT_FOUND, retried
 from nodekit.training.snapshots.files.fence import Fence, Fenced
 from nodekit.training.snapshots.files.found import Found, check_loss
-from nodekit.training.snapshots.files.manifest import Loaded, Manifest, load_payload, save_payload
+from nodekit.training.snapshots.files.manifest import Loaded, Manifest, load_payload
 from nodekit.training.snapshots.parts import everywhere_in_parts
 from nodekit.training.snapshots.peers import read_part
 from nodekit.training.snapshots.snapshot import Snapshots, log
+from nodekit.training.snapshots.tensor_bytes import (
+    Place,
+    TensorBytes,
+    places_in,
+    tensors_of,
+    with_tensors,
+    without_tensors,
+)
 from nodekit.training.world import World
 
 _CHUNK_BYTES = 32 << 20
@@ -136,9 +143,7 @@ def _from_disks(
             loaded = _everywhere(
                 snapshots, world, own, manifest, source=-negative_rank, writes=writes, is_mapped=is_mapped
             )
-            loaded = loaded and _alike(
-                loaded, _values_of(world, loaded.state, -negative_rank)[0], -negative_rank
-            )
+            loaded = loaded and _alike(loaded, _rest_of(world, loaded.state, -negative_rank), -negative_rank)
         if loaded:
             return loaded
         lost[manifest.payload] = f"{manifest.name}: {why}"
@@ -157,30 +162,25 @@ def _from_memory(world: World, kept: Kept | None, made: Sequence[Made | None], s
         saved_at="",
     )
     state = kept.state if kept and kept.made == newest else None
-    is_sent, data, payload = set(made) != {newest}, io.BytesIO(), None
-    if is_sent and world.rank == source:
-        payload = save_payload(state, data)
-    own = (payload.size_bytes, payload.sha256) if payload else (0, "")
-    values, size_bytes, sha256 = _values_of(world, state, source, *own)
-    if is_sent:
-        is_received = state is None
-        _send(world, size_bytes, source, partial(_copy_into, data), data.write if is_received else None)
-        if is_received and hashlib.sha256(data.getbuffer()).hexdigest() == sha256:
-            data.seek(0)
-            state = load_payload(data)
-        if not all(world.gather(state is not None)):
+    rest = _rest_of(world, state, source)
+    if set(made) != {newest}:
+        places = places_in(rest)
+        received = [place.empty() for place in places] if state is None else []
+        data = TensorBytes(tensors_of(state) if world.rank == source else received)
+        size_bytes = sum(place.size_bytes for place in places)
+        write = data.write if state is None else None
+        _send(world, size_bytes, source, lambda part, _: data.read(part), write)
+        hashes = world.gather(data.sha256 if world.rank == source or state is None else None)
+        if set(hashes) - {None, hashes[source]}:
             return None
-    return _alike(Loaded(state, manifest, f"what rank {source} has kept in memory"), values, source)
+        state = with_tensors(rest, received) if state is None else state
+    return _alike(Loaded(state, manifest, f"what rank {source} has kept in memory"), rest, source)
 
 
-class _Tensor:
-    """Stands for one where only the other values are sent."""
-
-
-def _values_of(world: World, state: Any, source: int, *also: Any) -> tuple[Any, ...]:
-    """Rank ``source``'s state without its tensors, and ``also``, on every rank."""
+def _rest_of(world: World, state: Any, source: int) -> Any:
+    """Rank ``source``'s state without its tensors, on every rank."""
     # Not gathered: a user may have the order of all samples in it, and every rank would get it from each of the others.
-    sent = [(_without_tensors(state), *also) if world.rank == source else ()]
+    sent = [without_tensors(state) if world.rank == source else None]
     dist.broadcast_object_list(sent, src=source)
     world.settle()
     return sent[0]
@@ -199,31 +199,22 @@ def _alike(loaded: Loaded, values: Any, source: int) -> Loaded:
         return loaded
 
 
-def _without_tensors(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return _Tensor
-    if isinstance(state, dict):
-        return {key: _without_tensors(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(map(_without_tensors, state))
-    return state
-
-
 def _with_values(own: Any, values: Any) -> Any:
     """``own`` with these values; a LookupError where a tensor is wanted that it has not."""
-    if values is _Tensor:
+    if isinstance(values, Place):
         if not isinstance(own, torch.Tensor):
             raise LookupError
         return own
     if isinstance(values, dict):
-        made = copy.copy(own) if isinstance(own, dict) else {}  # an OrderedDict of torch's has attributes
+        made = copy.copy(own if isinstance(own, dict) else values)  # an OrderedDict of torch's has attributes
         for key in made.keys() - values.keys():
             del made[key]
         made.update({key: _with_values(made.get(key), value) for key, value in values.items()})
         return made
     if isinstance(values, (list, tuple)):
         parts = own if isinstance(own, (list, tuple)) and len(own) == len(values) else [None] * len(values)
-        return type(values)(map(_with_values, parts, values))
+        made_of = map(_with_values, parts, values)
+        return type(values)(*made_of) if hasattr(values, "_fields") else type(values)(made_of)
     return values
 
 
@@ -359,11 +350,6 @@ def _from_rank(source: int, loaded: Loaded | None) -> Loaded | None:
     return loaded and Loaded(
         loaded.state, loaded.manifest, f"what rank {source} sent ({loaded.manifest.payload})"
     )
-
-
-def _copy_into(data: io.BytesIO, part: torch.Tensor, start: int) -> None:
-    data.seek(start)
-    data.readinto(part.numpy().data)
 
 
 def _broadcast(

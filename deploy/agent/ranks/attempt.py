@@ -314,9 +314,10 @@ class Attempts:
         def is_kept() -> bool:
             nonlocal unread_looks, counted_s
             left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
-            if (now := time.monotonic()) > counted_s + LOOK_S:  # each word, or end, of a rank has us look as well
-                counted_s = now
-                if unread_looks < UNREAD_LOOKS and any(map(self._messages.is_unread, left & self._told.keys())):
+            # Each word, or end, of a rank has us look as well.
+            if time.monotonic() > counted_s + LOOK_S:
+                counted_s, told = time.monotonic(), left & self._told.keys()
+                if unread_looks < UNREAD_LOOKS and any(map(self._messages.is_unread, told)):
                     unread_looks, self._heard_looks = unread_looks + 1, 0
                 else:
                     self._heard_looks += 1

@@ -1,0 +1,107 @@
+"""The tensors of a state as one row of bytes, for sending them from one process to another without a copy of all."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nodekit.training.snapshots.hostcopy import map_tensors
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stands for a tensor where the rest of a state is sent."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the tensor's values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def empty(self) -> torch.Tensor:
+        """Such a tensor on the CPU, of any content."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def without_tensors(state: Any) -> Any:
+    """The state with a `Place` for each of its dense tensors; others, such as sparse ones, stay."""
+    return map_tensors(lambda each: Place(each.dtype, tuple(each.shape)) if _is_dense(each) else each, state)
+
+
+def tensors_of(state: Any) -> list[torch.Tensor]:
+    """The dense tensors of a state, in the order in which `with_tensors` takes them."""
+    found: list[torch.Tensor] = []
+    map_tensors(lambda each: found.append(each) if _is_dense(each) else None, state)
+    return found
+
+
+def places_in(rest: Any) -> list[Place]:
+    """The places in what `without_tensors` has returned, in the order of the tensors."""
+    found: list[Place] = []
+    _in_places(rest, lambda place: found.append(place))
+    return found
+
+
+def with_tensors(rest: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """What `without_tensors` has returned, with these tensors in its places."""
+    following = iter(tensors)
+    return _in_places(rest, lambda _: next(following))
+
+
+def _in_places(rest: Any, value: Callable[[Place], Any]) -> Any:
+    return map_tensors(
+        lambda tensor: tensor, rest, other=lambda leaf: value(leaf) if isinstance(leaf, Place) else leaf
+    )
+
+
+class TensorBytes:
+    """Reads or writes the bytes of tensors, one after the other, and hashes them on the way."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """`tensors` are dense; those that are written to are on the CPU and contiguous."""
+        self._parts = [_bytes_of(each) for each in tensors]
+        self._hash = hashlib.sha256()
+        self._done = 0
+
+    @property
+    def sha256(self) -> str:
+        """Of what has been read or written so far."""
+        return self._hash.hexdigest()
+
+    def read(self, into: torch.Tensor) -> None:
+        """Fill a 1-D tensor of uint8 with the bytes that come next."""
+        torch.cat([*self._next(len(into))], out=into)
+        self._hash.update(into.numpy().data)
+
+    def write(self, data: memoryview) -> None:
+        """Take bytes that come next."""
+        self._hash.update(data)
+        given = torch.frombuffer(data, dtype=torch.uint8)
+        for part in self._next(len(given)):
+            part.copy_(given[: len(part)])
+            given = given[len(part) :]
+
+    def _next(self, size: int) -> Iterator[torch.Tensor]:
+        """Views of so many bytes."""
+        start, self._done = self._done, self._done + size
+        for part in self._parts:
+            if start < len(part) and size:
+                view = part[start : start + size]
+                yield view
+                size -= len(view)
+            start = max(0, start - len(part))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return own.reshape(-1).view(torch.uint8)
