@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nodekit.training.group import connections, nccl, recorder
 from nodekit.training.group.agent_messages import AgentMessages, messages_from
-from nodekit.training.group.collectives import start_sum
+from nodekit.training.group.collectives import gather_objects, start_sum
 from nodekit.training.group.initmethod import InitMethod
 from nodekit.training.process import devices
 
@@ -340,10 +340,16 @@ class World:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's ``value`` (small, any picklable type), in the order of ranks, on every rank."""
-        values: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+
+        def gather(own: torch.Tensor) -> list[torch.Tensor]:
+            sent = own if self.backend in ("gloo", "mpi") else own.to(self.device)
+            parts = [torch.empty_like(sent) for _ in range(self.world_size)]
+            dist.all_gather(parts, sent)
+            return parts
+
+        values: list[T] = gather_objects(value, gather)
         nccl.check()
-        return values  # type: ignore[return-value]  # all_gather_object has filled every place
+        return values
 
 
 def _check_launcher(env: Mapping[str, str], init_method: str) -> bool:

@@ -1,12 +1,16 @@
 """Collectives for tensors on GPUs: as NCCL takes them, and without making this process wait for the device."""
 
 import functools
+import pickle
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nodekit.training.process.devices import sum_dtype
+
+_SMALL_BYTES, _LENGTH_BYTES = 1024, 8
 
 
 def broadcast_from_first(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
@@ -17,6 +21,28 @@ def broadcast_from_first(tensors: Iterable[torch.Tensor], device: torch.device) 
         dist.broadcast(sent, src=0)
         if sent.data_ptr() != own.data_ptr():
             own.copy_(sent)
+
+
+def gather_objects(value: Any, gather: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[Any]:
+    """Every rank's ``value``, in the order of ranks, by one collective where all are small; torch's takes two.
+
+    Args:
+        value: of any type that can be pickled.
+        gather: returns every rank's tensor, given this rank's; all are 1-D, of uint8 and of one length.
+    """
+    data = pickle.dumps(value)
+    first = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _SMALL_BYTES - _LENGTH_BYTES]
+    parts = [each.cpu().numpy().tobytes() for each in gather(_padded(first, _SMALL_BYTES))]
+    sizes = [int.from_bytes(each[:_LENGTH_BYTES], "little") for each in parts]
+    found = [each[_LENGTH_BYTES:] for each in parts]
+    if (rest := max(sizes) + _LENGTH_BYTES - _SMALL_BYTES) > 0:
+        more = gather(_padded(data[_SMALL_BYTES - _LENGTH_BYTES :], rest))
+        found = [begin + each.cpu().numpy().tobytes() for begin, each in zip(found, more, strict=True)]
+    return [pickle.loads(each[:size]) for each, size in zip(found, sizes, strict=True)]  # noqa: S301  # our ranks'
+
+
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
 
 
 def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:

@@ -5,7 +5,6 @@ It is not the training's group, so that the loop waits for the copy to host memo
 
 import io
 import logging
-import pickle
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # no stub
 
+from nodekit.training.group.collectives import gather_objects
 from nodekit.training.snapshots.files.commit import HashingFile, place, retried, written_beside
 from nodekit.training.snapshots.files.fence import Fenced
 from nodekit.training.world import World
@@ -106,11 +106,7 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, on every rank; waits as long as it takes."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gather_tensors(torch.tensor([len(data)]))]
-        padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
-        parts = zip(self._gather_tensors(padded), sizes, strict=True)
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]  # noqa: S301  # our own ranks'
+        return gather_objects(value, self._gather_tensors)
 
     def _gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self._world_size)]

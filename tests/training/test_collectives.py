@@ -1,0 +1,53 @@
+"""What every rank says reaches every rank, however long it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nodekit.training.group.collectives import gather_objects
+
+
+def gathered(values: Sequence[Any]) -> list[tuple[list[Any], int]]:
+    """For each rank, what it has of all, and by how many collectives."""
+    barrier = threading.Barrier(len(values), timeout=20)
+    given: list[torch.Tensor] = [torch.empty(0)] * len(values)
+    found: list[tuple[list[Any], int]] = [([], 0)] * len(values)
+
+    def rank(number: int) -> None:
+        count = 0
+
+        def gather(own: torch.Tensor) -> list[torch.Tensor]:
+            nonlocal count
+            count += 1
+            given[number] = own
+            barrier.wait()
+            assert len({(each.dtype, each.shape) for each in given}) == 1, "a collective takes equal ones"
+            all_of_them = [each.clone() for each in given]
+            barrier.wait()
+            return all_of_them
+
+        found[number] = (gather_objects(values[number], gather), count)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(values))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return found
+
+
+@pytest.mark.parametrize("length", [0, 900, 1000, 1005, 1010, 1011, 1012, 1016, 1020, 1024, 5000])
+def test_short_and_long_words_come_whole_side_by_side(length: int) -> None:
+    values = [{"said": "a" * length}, None, ["b" * 10]]
+    for found, _ in gathered(values):
+        assert found == values
+
+
+def test_short_ones_take_one_collective_and_a_long_one_has_all_make_another() -> None:
+    assert [count for _, count in gathered(["a", "b" * 500, None])] == [1, 1, 1]
+    assert [count for _, count in gathered(["a", "b" * 5000, None])] == [2, 2, 2]
