@@ -155,9 +155,10 @@ class Loop:
     def _make_reporting(self, folder: Path, best: Mapping[str, Any]) -> None:
         """Create the report, the evaluation, and what keeps weights."""
         options = self.options
-        # Only on rank 0: the task text reads all its texts for this.
-        own_notes = [str(each) for each in getattr(self.task, "notes", list)()] if self.world.is_main else []
-        self.notes: list[str] = self.world.gather(own_notes)[0]
+        self.notes: list[str] = []
+        if callable(notes := getattr(self.task, "notes", None)):
+            # Only on rank 0: the task text reads all its texts for this.
+            self.notes = self.world.gather([*map(str, notes())] if self.world.is_main else [])[0]
         facts = {name: getattr(options, name) for name in ("task", *GIVEN, "engine", "seed")}
         if self.notes:
             facts["notes"] = self.notes

@@ -98,7 +98,6 @@ class Saver:
         self._fence = 0
         self._fence_read_s = 0.0
         self._failing: set[int] = set()
-        self._hosts = world.gather(f"node {world.node_rank} ({socket.gethostname()})")
 
     @property
     def trained_s(self) -> float:
@@ -249,7 +248,7 @@ class Saver:
         return self._fence
 
     def _report_failing(self, unsaved: Sequence[float]) -> None:
-        """Print, on rank 0, where saving keeps failing, and when all save again."""
+        """Print, on rank 0, where saving keeps failing, and when all save again; all ranks have the same ``unsaved``."""
         failing = {rank for rank, since_s in enumerate(unsaved) if since_s}
         if failing == self._failing:
             return
@@ -257,7 +256,8 @@ class Saver:
         if not failing:
             self._report.say("snapshots: saved on all nodes again")
             return
-        where = ", ".join(self._hosts[rank] for rank in sorted(failing))
+        hosts = self._world.gather(f"node {self._world.node_rank} ({socket.gethostname()})")
+        where = ", ".join(hosts[rank] for rank in sorted(failing))
         self._report.say(
             f"*** NO SNAPSHOT FOR {max(unsaved):.0f} s on {where}: {MANY_FAILED} or more saves in a row have failed, "
             "or one does not end. Without the other nodes, all work since would be lost. That node's log has the "
