@@ -248,7 +248,7 @@ class Saver:
         return self._fence
 
     def _report_failing(self, unsaved: Sequence[float]) -> None:
-        """Print, on rank 0, where saving keeps failing, and when all save again; all ranks have the same ``unsaved``."""
+        """Print, on rank 0, where saving keeps failing, and when all save again; on all ranks, of the same sums."""
         failing = {rank for rank, since_s in enumerate(unsaved) if since_s}
         if failing == self._failing:
             return
