@@ -117,16 +117,12 @@ class Best:
             self._writer.start(partial(self._try, self._unwritten))
 
     def write_last(self, weights: Mapping[str, torch.Tensor], **facts: Any) -> None:
-        """Write the last weights, and the best ones if that has failed before.
-
-        Raises:
-            Exception: as raised by writing the last ones.
-        """
+        """Write the last weights, and the best ones if that has failed before."""
         self.wait()
         if self._unwritten:
             self._try(self._unwritten)
         if self._world.is_first_on_node:
-            self._writing("last", weights, **facts)()
+            self._is_written("last", self._writing("last", weights, **facts))
 
     def wait(self) -> None:
         """Wait until writing the best weights has succeeded or failed."""
@@ -138,10 +134,18 @@ class Best:
 
     def _try(self, write: Callable[[], None]) -> None:
         self._unwritten = write
+        if self._is_written("best", write):
+            self._unwritten = None
+
+    def _is_written(self, kind: str, write: Callable[[], None]) -> bool:
         try:
             write()
-            self._unwritten = None
         except Exception as error:  # a library's ``export`` raises classes of its own for a full disk
             log.warning(
-                "the best weights are not written to %s, and going on without: %s", self._folder, error
+                "the %s weights are not written to %s, and going on without: %s",
+                kind,
+                self._folder / kind,
+                error,
             )
+            return False
+        return True
