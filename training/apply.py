@@ -86,7 +86,7 @@ def load(folder: Path, data: str | None = None) -> "tuple[Task, torch.nn.Module,
 
     facts = read_facts(folder)
     # A task that has exported its configuration is made from that: vocabulary, sizes, the order of the labels.
-    given = {name: facts.get(name) for name in GIVEN}
+    given: dict[str, Any] = {name: facts.get(name) for name in GIVEN}
     if data is not None:
         given["data"] = data
     if (folder / "config.json").is_file():

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from nodekit.training import Task
 from nodekit.training.options.arguments import parse
 from nodekit.training.rank import check
-from nodekit.training.tasks import TaskError, load_task
+from nodekit.training.tasks import TaskError, load_task, task_of
 from nodekit.training.tasks.digits import Digits
 
 OWN = """
@@ -39,7 +40,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "own_broken.py").write_text("import own_missing_dependency\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("own_task", "own_sibling", "own_broken"):
+    for name in ("own_task", "own_sibling", "own_broken", "own_named"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return folder
 
@@ -76,6 +77,34 @@ def test_a_users_own_task_is_found(code: Path, name: str) -> None:
 def test_what_is_no_task_is_refused_with_what_was_wanted(code: Path, name: str, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         load_task(name)
+
+
+def test_what_a_task_does_not_take_is_named_alone() -> None:
+    with pytest.raises(TaskError, match=r"^the task mnist takes no --model, --image-size$"):
+        load_task("mnist", data="somewhere", model="resnet18", image_size=64)
+
+
+def test_sizes_that_may_differ_are_the_loops_where_the_class_loads_no_weights(code: Path) -> None:
+    (code / "own_named.py").write_text(
+        "from own_task import Own\n"
+        "class Named(Own):\n"
+        "    def __init__(self, *, model=None): self.name = model\n"
+        "class Loading(Named):\n"
+        "    def __init__(self, *, ignore_mismatched_sizes=False, **given):\n"
+        "        super().__init__(**given)\n"
+        "        self.ignores = ignore_mismatched_sizes\n"
+    )
+    given = ["--model", "resnet18", "--ignore-mismatched-sizes", "--task"]
+
+    def made(name: str, *start: str) -> Any:
+        return task_of(parse([*start, *given, f"own_named:{name}"], {}))
+
+    for start in ("--init-from", "--resume-from"):
+        assert made("Named", start, "weights.pt").name == "resnet18"
+        assert made("Loading", start, "weights.pt").ignores
+    assert made("Loading").ignores
+    with pytest.raises(TaskError, match=r"^the task own_named:Named takes no --ignore-mismatched-sizes$"):
+        made("Named")
 
 
 def test_a_task_may_split_its_data_at_random_by_the_seed(code: Path) -> None:

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -90,13 +90,14 @@ class TaskError(TrainingError):
     """A task that cannot be found or used; the message says what was wanted."""
 
 
-def load_task(name: str, **given: object) -> Task:
+def load_task(name: str, *, if_taken: Collection[str] = (), **given: object) -> Task:
     """Load the task of a built-in name, ``package.module:Task`` or ``path/to/file.py:Task``.
 
     ``Task`` is a class (or a function) that can be called without arguments, or an object that is a task.
 
     Args:
         name: the task's.
+        if_taken: those of ``given`` that are left out if the class does not take them.
         given: ``data``, ``model`` and others, as keywords for the class; those that are None or False are left out.
 
     Raises:
@@ -120,11 +121,10 @@ def load_task(name: str, **given: object) -> Task:
             takes.bind()
         except TypeError as error:
             raise TaskError(f"{name} must be callable without arguments: {error}") from error
-        try:
-            takes.bind(**keywords)
-        except TypeError as error:
-            raise TaskError(f"the task {name} takes no {_options(keywords)}: {error}") from error
-        task = task(**keywords)
+        unknown = [key for key in keywords if not _binds(takes, key)]
+        if refused := [key for key in unknown if key not in if_taken]:
+            raise TaskError(f"the task {name} takes no {_options(refused)}")
+        task = task(**{key: value for key, value in keywords.items() if key not in unknown})
     elif keywords:
         raise TaskError(f"the task {name} takes no {_options(keywords)}: it is an object, not a class")
 
@@ -150,7 +150,8 @@ def task_of(options: "Options") -> Task:
     # Without --model, the sizes that may differ are those of --init-from, which the loop loads.
     ignore = options.ignore_mismatched_sizes and options.model is not None
     given = {name: getattr(options, name) for name in GIVEN}
-    return load_task(options.task, **given, ignore_mismatched_sizes=ignore)
+    if_taken = ("ignore_mismatched_sizes",) if options.init_from or options.resume_from else ()
+    return load_task(options.task, if_taken=if_taken, **given, ignore_mismatched_sizes=ignore)
 
 
 def optimizer_of(
@@ -166,7 +167,15 @@ def optimizer_of(
     return optimizer
 
 
-def _options(keywords: Mapping[str, object]) -> str:
+def _binds(takes: inspect.Signature, keyword: str) -> bool:
+    try:
+        takes.bind(**{keyword: None})
+    except TypeError:
+        return False
+    return True
+
+
+def _options(keywords: Iterable[str]) -> str:
     return ", ".join(f"--{key.replace('_', '-')}" for key in keywords)
 
 
