@@ -241,6 +241,8 @@ def test_switches_stay_close_to_the_plain_losses(by_ddp: dict[int, float], tmp_p
             "with nobody to exchange anything with; it is for --engine ddp",
         ),
         (["--engine", "dp", "--compile"], {}, "copies the model in each step"),
+        (["--outer-lr", "1"], {}, "--outer-lr is for --diloco, and that is not given"),
+        (["--local-sgd", "4", "--outer-momentum", "0.9"], {}, "--outer-momentum is for --diloco, and"),
         (["--outer-momentum", "1"], {}, "'1' is not a number from 0 and below 1"),
         (["--ignore-mismatched-sizes"], {}, "is for --init-from, --resume-from or --model, and none"),
         (["--init-from", "a", "--resume-from", "b"], {}, "not allowed with"),

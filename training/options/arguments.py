@@ -130,6 +130,8 @@ def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
             given = f"{_flag(option.name)} {value}" if isinstance(value, str) else _flag(option.name)
             others = ", ".join(name for name in ENGINES if name not in reasons)
             yield f"{given}: the engine {options.engine} {reasons[options.engine]}; it is for --engine {others}"
+        if option.name.startswith("outer_") and value != option.default and not options.diloco:
+            yield f"{_flag(option.name)} is for --diloco, and that is not given"
     if options.local_steps and (options.compress != "off" or options.find_unused):
         given = "--compress" if options.compress != "off" else "--find-unused"
         yield f"{given}: with --local-sgd or --diloco no gradients are sent; leave one of them out"
