@@ -98,6 +98,20 @@ def test_early_stop_counts_over_a_stop_at_an_evaluation_and_the_same_command_end
         assert [line["step"] for line in lines if "test" in line] == [5, 10, 15, 20]
 
 
+def test_a_measure_that_is_no_number_is_never_the_best_and_counts_for_early_stop(tmp_path: Path) -> None:
+    model = Digits().model()
+    best = Best("auto", tmp_path, World.from_env({}), Digits(), {"task": "digits"})
+    for step, why in enumerate(("", "loss was not a number in 2 evaluations (--early-stop 2)"), 1):
+        assert best.improved({"loss": math.nan}) == ""
+        best.look({"loss": math.nan}, model.state_dict, step=step)
+        assert best.why_stop(2) == why
+    assert best.improved({"loss": math.inf}) == "loss"
+    best.look({"loss": 0.5}, model.state_dict, step=3)
+    assert best.improved({"loss": math.nan}) == ""
+    best.wait()
+    assert read_facts(tmp_path / "best")["step"] == 3
+
+
 def test_early_stop_counts_evaluations_and_a_value_that_is_no_number_is_no_best(tmp_path: Path) -> None:
     world, model = World.from_env({}), Digits().model()
     best = Best("auto", tmp_path, world, Digits(), {"task": "digits"})

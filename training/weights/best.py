@@ -64,10 +64,11 @@ class Best:
 
     def why_stop(self, patience: int | None) -> str:
         """Return why ``--early-stop`` ends the training; "" if it does not, or is None."""
-        if patience is None or self._num_since < patience or self._value is None:
+        if patience is None or self._num_since < patience:
             return ""
         num = f"{self._num_since} evaluation{'s' if self._num_since > 1 else ''}"
-        return f"{self._measure} was no better than {self._value:.4f} in {num} (--early-stop {patience})"
+        was = "not a number" if self._value is None else f"no better than {self._value:.4f}"
+        return f"{self._measure} was {was} in {num} (--early-stop {patience})"
 
     def improved(self, means: Mapping[str, float]) -> str:
         """The measure by which these means are the best so far; "" if they are not.
@@ -75,18 +76,22 @@ class Best:
         Raises:
             TrainingError: there is no such measure.
         """
-        name = self._name
-        if name == "auto":
-            name = next((each for each in ("accuracy", "loss") if each in means), "off")
-        if name == "off":
+        name = self._measure_in(means)
+        if name == "off" or math.isnan(means[name]):
             return ""
-        if name not in means:
-            raise TrainingError(
-                f"--best {name}: the task measures {', '.join(means)}; wanted one of these, or off"
-            )
         sign = -1 if "loss" in name else 1
         is_best = self._value is None or math.isnan(self._value) or sign * means[name] > sign * self._value
         return name if is_best else ""
+
+    def _measure_in(self, means: Mapping[str, float]) -> str:
+        name = self._name
+        if name == "auto":
+            name = next((each for each in ("accuracy", "loss") if each in means), "off")
+        if name != "off" and name not in means:
+            raise TrainingError(
+                f"--best {name}: the task measures {', '.join(means)}; wanted one of these, or off"
+            )
+        return name
 
     def look(
         self,
@@ -103,9 +108,10 @@ class Best:
         """
         was_evaluated, self.step = self.step == step, step
         name = self.improved(means)
+        self._measure = self._measure_in(means)
         self.wait()
         if name:
-            self._value, self._num_since, self._measure = means[name], 0, name
+            self._value, self._num_since = means[name], 0
             best = weights()
             if self._world.is_first_on_node:
                 write = self._writing("best", best, means=dict(means), step=step, **facts)
