@@ -162,7 +162,8 @@ class Loop:
         facts = {name: getattr(options, name) for name in ("task", *GIVEN, "engine", "seed")}
         if self.notes:
             facts["notes"] = self.notes
-        self.best = Best(options.best, folder, self.world, self.task, facts)
+        stops_early = options.early_stop is not None
+        self.best = Best(options.best, folder, self.world, self.task, facts, stops_early=stops_early)
         self.best.load(best)
         self.epoch_weights = EpochWeights(options.save_every_epoch, folder, self.world)
         self.means: dict[str, float] = {}  # of the last evaluation
@@ -429,7 +430,13 @@ class Loop:
         # Rank 0's on all ranks: they must decide alike which is the best and when it is enough.
         self.means = self.world.gather(self.evaluation(self.engine, self.module))[0]
         epoch = self.sampler.epoch + 1
-        better = self.best.improved(self.means)
+        try:
+            better = self.best.improved(self.means)
+        except TrainingError:  # with the option as it is wanted, the training goes on from here
+            if self._saved_step != self.step:
+                self._save()
+            self.saver.wait()
+            raise
         self.report.evaluation(self.step, epoch=epoch, means=self.means, when=when, best=better)
         weights = functools.cache(
             self.engine.weights

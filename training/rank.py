@@ -76,7 +76,8 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
 
     from nodekit.training.engines.load import check_engine
     from nodekit.training.process import rng
-    from nodekit.training.tasks import task_of
+    from nodekit.training.tasks import MEASURES, task_of
+    from nodekit.training.weights.best import no_such_measure
 
     refuse_unsafe(torch.__version__)
     world = _world(options, environ)
@@ -88,7 +89,10 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
     if problem := lacking(options.track, [name for name in TRACKERS if importlib.util.find_spec(name)]):
         raise ValueError(problem)
     rng.seed_all(options.seed, rank=0)  # a task may split its data at random, and all ranks must alike
-    return world, task_of(options)
+    task = task_of(options)
+    if options.best not in ("auto", "off", *MEASURES) and not callable(getattr(task, "measure", None)):
+        raise ValueError(no_such_measure(options.best, MEASURES))
+    return world, task
 
 
 def _world(options: Options, environ: Mapping[str, str] | None = None) -> "World":

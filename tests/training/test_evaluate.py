@@ -16,6 +16,8 @@ from engine_runs import task, train
 from nodekit.training.data.evaluate import Evaluation, macro_f1
 from nodekit.training.data.loading import loading
 from nodekit.training.options.arguments import parse
+from nodekit.training.rank import check
+from nodekit.training.tasks import MEASURES
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights.best import Best
 from nodekit.training.weights.epochs import EpochWeights
@@ -173,10 +175,34 @@ def test_batches_are_pinned_for_a_gpu_unless_it_is_told_not_to(
     assert loading(parse(given, {}), world, Digits())["pin_memory"] == is_pinned
 
 
+def test_a_measure_that_there_is_not_is_refused_before_the_training() -> None:
+    for name in ("auto", "off", *MEASURES):
+        check(parse(["--best", name], {}), {})
+    with pytest.raises(ValueError, match=r"^--best acc: the task measures accuracy, loss, f1; wanted one of"):
+        check(parse(["--best", "acc"], {}), {})
+
+
+OWN_MEASURE = """
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    def measure(self, model, batch):
+        return {"same": float(len(batch[1]))}
+"""
+
+
 @pytest.mark.slow
-def test_a_measure_that_there_is_not(tmp_path: Path) -> None:
-    said = train(tmp_path, "--epochs", "1", "--best", "precision", num_ranks=1, code=1)
-    assert "--best precision: the task measures accuracy, loss, f1; wanted one of these, or off" in said
+def test_where_only_an_evaluation_shows_that_there_is_no_such_measure_the_training_is_kept(
+    tmp_path: Path,
+) -> None:
+    own = [*task(tmp_path, OWN_MEASURE), "--eval-every", "5", "--snapshot-every", "1000", "--epochs", "1"]
+    said = train(tmp_path, *own, "--best", "accuracy", code=1)
+    assert "--best accuracy: the task measures same; wanted one of these, or off" in said
+    said = train(tmp_path, *own, "--early-stop", "2", code=1)
+    assert "resumed at step 5 " in said
+    assert "that is auto: the task measures same, neither accuracy nor loss; name one with --best" in said
+    said = train(tmp_path, *own, "--early-stop", "2", "--best", "same")
+    assert "resumed at step 5 " in said
+    assert "ended early at step 15/23: same was no better than 1.0000 in 2 evaluations" in said
 
 
 def test_weights_that_cannot_be_written_do_not_end_the_training(

@@ -84,6 +84,8 @@ class Task(Protocol):
 METHODS = ("model", "train_data", "test_data", "loss")
 JUDGES = (("predict", "targets"), ("measure",))
 """A task must have all methods of one of these, too."""
+MEASURES = ("accuracy", "loss", "f1")
+"""What is measured of a task without ``measure``."""
 
 
 class TaskError(TrainingError):

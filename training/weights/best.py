@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,11 @@ from nodekit.training.world import World
 log = logging.getLogger("nodekit.training")
 
 
+def no_such_measure(name: str, measures: Iterable[str]) -> str:
+    """The error of ``--best NAME``, where the task measures others."""
+    return f"--best {name}: the task measures {', '.join(measures)}; wanted one of these, or off"
+
+
 class Best:
     """Writes ``best`` and ``last`` in each node's folder, on the node's first rank and in a thread.
 
@@ -25,7 +30,16 @@ class Best:
     after each evaluation, and at the end.
     """
 
-    def __init__(self, name: str, folder: Path, world: World, task: object, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        world: World,
+        task: object,
+        facts: Mapping[str, Any],
+        *,
+        stops_early: bool = False,
+    ) -> None:
         """No weights are kept yet.
 
         Args:
@@ -34,9 +48,10 @@ class Best:
             world: this rank's.
             task: whose weights they are.
             facts: about the run, for ``nodekit.json``.
+            stops_early: whether `why_stop` is asked, which needs a measure.
         """
         self._name, self._folder, self._world, self._task = name, folder, world, task
-        self._facts = facts
+        self._facts, self._stops_early = facts, stops_early
         self._value: float | None = None
         self._measure = name
         self._num_since = 0  # evaluations since the best one
@@ -87,10 +102,13 @@ class Best:
         name = self._name
         if name == "auto":
             name = next((each for each in ("accuracy", "loss") if each in means), "off")
+            if name == "off" and self._stops_early:
+                raise TrainingError(
+                    f"--early-stop goes by the measure of --best, and that is auto: the task measures "
+                    f"{', '.join(means)}, neither accuracy nor loss; name one with --best"
+                )
         if name != "off" and name not in means:
-            raise TrainingError(
-                f"--best {name}: the task measures {', '.join(means)}; wanted one of these, or off"
-            )
+            raise TrainingError(no_such_measure(name, means))
         return name
 
     def look(
