@@ -190,15 +190,21 @@ class Loop:
             self._say_what_begins()
             started_s, started_step = time.monotonic(), self.step
             self.world.stage("the first step")
-            if self._evaluates_first:
-                self._evaluate("at step")
-            while self.sampler.epoch < self.options.epochs and not self._why_early:
+            is_stopped = self._evaluates_first and not self._evaluate("at step")
+            while not is_stopped and self.sampler.epoch < self.options.epochs and not self._why_early:
                 if self._epoch():
-                    self._end_epoch()
-                elif not self._why_early:
-                    why = ": another node comes in" if self.is_paused else ", to go on from there"
-                    self.report.say(f"stopped at step {self.step}/{self.total_steps}{why}")
-                    return None
+                    is_stopped = not self._end_epoch()
+                else:
+                    is_stopped = not self._why_early
+            if is_stopped:
+                if not self.is_paused and self._saved_step != self.step:  # a stop during an evaluation
+                    self._save()
+                self.saver.wait()
+                self.best.wait()
+                self.epoch_weights.wait()
+                why = ": another node comes in" if self.is_paused else ", to go on from there"
+                self.report.say(f"stopped at step {self.step}/{self.total_steps}{why}")
+                return None
             early = self._why_early
             if early:
                 self.report.alive(at_once=True)
@@ -271,13 +277,15 @@ class Loop:
         if text := self.epoch_weights.forecast(self.options.epochs, size_bytes(self.module)):
             self.report.say(text)
 
-    def _end_epoch(self) -> None:
-        """Evaluate, and go on to the next epoch; by ``--early-stop``, take a snapshot and stay."""
-        self._evaluate(f"epoch {self.sampler.epoch + 1} done at step", ends_epoch=True)
+    def _end_epoch(self) -> bool:
+        """Evaluate, and go on to the next epoch; by ``--early-stop``, take a snapshot and stay. False if stopped."""
+        if not self._evaluate(f"epoch {self.sampler.epoch + 1} done at step", ends_epoch=True):
+            return False
         if not self._why_early:
             self.sampler.next_epoch()
         elif self._saved_step != self.step:
             self._save()
+        return True
 
     @property
     def _why_early(self) -> str:
@@ -383,16 +391,12 @@ class Loop:
             if is_common:
                 self.local_sgd.average()
         if self._evaluates and not self._epoch_ends and not stop:
-            self._evaluate("at step")
+            stop = not self._evaluate("at step")
             self.module.train()
         self._owes_snapshot = is_due and not is_common
         ends_early = bool(self._why_early)
         if (is_due and is_common) or (stop and not self.is_paused) or ends_early:
             self._save()
-        if stop:
-            self.saver.wait()
-            self.best.wait()
-            self.epoch_weights.wait()
         return stop or ends_early
 
     def _read_sums(self, *, but: int = 0) -> tuple[bool, bool]:
@@ -421,14 +425,21 @@ class Loop:
             ended=step.ended,
         )
 
-    def _evaluate(self, when: str, *, ends_epoch: bool = False) -> None:
-        """Measure the model, and keep the weights if they are the best, or those of an epoch."""
+    def _evaluate(self, when: str, *, ends_epoch: bool = False) -> bool:
+        """Measure the model, and keep the weights if they are the best, or those of an epoch.
+
+        False, with none of that done, if a rank is asked to stop meanwhile: it may take longer than the grace. Whoever
+        goes on from here evaluates again.
+        """
         check_weights(self.world, self.step, self.module, self._last_batch)
         # Rank 0's: DDP gives them to all before a step, not after it.
         self._share_buffers()
         self.report.settle()
         # Rank 0's on all ranks: they must decide alike which is the best and when it is enough.
-        self.means = self.world.gather(self.evaluation(self.engine, self.module))[0]
+        means = self.evaluation(self.engine, self.module, lambda: self.stop.requested)
+        if means is None:
+            return False
+        self.means = self.world.gather(means)[0]
         epoch = self.sampler.epoch + 1
         try:
             better = self.best.improved(self.means)
@@ -445,6 +456,7 @@ class Loop:
         if ends_epoch:
             self.epoch_weights.look(epoch, weights)
         self.saver.paused()
+        return True
 
     def _share_buffers(self) -> None:
         """Give all ranks rank 0's; if one is lost meanwhile, the step has its own."""

@@ -80,6 +80,45 @@ class Task(Digits):
 """
 
 
+STOPPED_WHILE_EVALUATING = """
+import os, pathlib, signal, time
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    num_left = 3
+    def predict(self, model, batch):
+        mark = pathlib.Path(__file__ + ".stopped")
+        if not model.training:
+            time.sleep(0.05)
+        if not model.training and os.environ["RANK"] == "1" and not mark.exists():
+            self.num_left -= 1
+            if self.num_left == 0:
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().predict(model, batch)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "stopped_at"),
+    [(["--epochs", "1"], "23/23"), (["--epochs", "1", "--eval-every", "9", "--engine", "fsdp"], "9/23")],
+)
+def test_a_stop_ends_an_evaluation_on_all_ranks_and_it_is_done_again(
+    tmp_path: Path, given: list[str], stopped_at: str
+) -> None:
+    """Of 360 samples, rank 0 has 90 batches of 2, and rank 1, the only one that is asked to stop, as many."""
+    own = [*task(tmp_path, STOPPED_WHILE_EVALUATING), "--eval-batch-size", "2", *given]
+    said = train(tmp_path, *own, code=1)
+    assert f"stopped at step {stopped_at}, to go on from there" in said
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert not any("test" in line for line in lines)
+    step = stopped_at.partition("/")[0]
+    said = train(tmp_path, *own, "--eval-batch-size", "256")
+    assert f"resumed at step {step} " in said
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert next(line["step"] for line in lines if "test" in line) == int(step)
+
+
 @pytest.mark.slow
 def test_early_stop_counts_over_a_stop_at_an_evaluation_and_the_same_command_ends_there_again(
     tmp_path: Path,

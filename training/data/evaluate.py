@@ -1,7 +1,9 @@
 """Measuring the model over all ranks, each sample counted once."""
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -9,11 +11,37 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
 from nodekit.training.engines import Engine
+from nodekit.training.group.collectives import numbers_on
 from nodekit.training.process.devices import sum_dtype
 from nodekit.training.reporting.report import Report
 from nodekit.training.snapshots.hostcopy import map_tensors
 from nodekit.training.tasks import Task
 from nodekit.training.world import World
+
+_ASK_EVERY_S = 1.0
+"""About how often the ranks tell one another whether they are asked to stop: each time they wait for the slowest."""
+
+
+class _StopRequests:
+    """Whether any rank is asked to stop, which all ranks read after the same of their batches."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._next = self._num_between = 1
+        self._last_s = time.monotonic()
+
+    def found_after(self, num_batches: int, *, is_asked: bool) -> bool:
+        """Call it on all ranks, after each batch."""
+        if num_batches < self._next:
+            return False
+        now_s = time.monotonic()
+        batch_s, self._last_s = (now_s - self._last_s) / self._num_between, now_s
+        num_asked, batch_s = self._world.start_sum(numbers_on(self._world.device, [is_asked, batch_s]))()
+        # Not at once as many as the time of a batch suggests: a GPU's first ones are only launched by then.
+        most = max(1, int(_ASK_EVERY_S / max(batch_s / self._world.world_size, 1e-6)))
+        self._num_between = min(2 * self._num_between, most)
+        self._next = num_batches + self._num_between
+        return num_asked > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +62,34 @@ class Evaluation:
     """Most samples that a rank evaluates at once."""
 
     @torch.no_grad()
-    def __call__(self, engine: Engine, module: torch.nn.Module) -> dict[str, float]:
-        """Return the means over all samples; every rank calls it. The module is in eval mode afterwards."""
+    def __call__(
+        self, engine: Engine, module: torch.nn.Module, is_asked_to_stop: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """Return the means over all samples; every rank calls it. The module is in eval mode afterwards.
+
+        None, on all ranks, if one of them was asked to stop before it had evaluated its last batch.
+        """
         module.eval()
         num, rank, world_size = len(self.data), self.world.rank, self.world.world_size
         own = range(num * rank // world_size, num * (rank + 1) // world_size)
         # On the device, which is waited for at the end and not for each batch.
         added: dict[str, torch.Tensor] = {}
         measured_pairs: list[torch.Tensor] = []
-        for batch in self._batches(own):
-            measured = self._measure(engine, module, batch)
-            if "pairs" in measured:
-                measured_pairs.append(measured.pop("pairs"))
-            for name, value in measured.items():
-                value = torch.as_tensor(value, dtype=sum_dtype(self.world.device))
-                added[name] = added[name] + value if name in added else value
-        if engine.forwards_together:
-            # A rank with fewer batches than others makes up for them with forward passes that do not count.
-            most = -(-num // world_size)
-            for _ in range(-(-most // self.batch_size) - -(-len(own) // self.batch_size)):
+        stops = _StopRequests(self.world)
+        most = len(range(0, -(-num // world_size), self.batch_size))  # batches; no rank has more
+        for number, batch in zip_longest(range(1, most + 1), self._batches(own)):
+            if batch is not None:
+                measured = self._measure(engine, module, batch)
+                if "pairs" in measured:
+                    measured_pairs.append(measured.pop("pairs"))
+                for name, value in measured.items():
+                    value = torch.as_tensor(value, dtype=sum_dtype(self.world.device))
+                    added[name] = added[name] + value if name in added else value
+            elif engine.forwards_together:
+                # A rank with fewer batches than others makes up for them with forward passes that do not count.
                 self._measure(engine, module, next(iter(self._batches(range(1)))))
+            if number < most and stops.found_after(number, is_asked=is_asked_to_stop()):
+                return None
         sums = {name: float(value) for name, value in added.items()}
         pairs = torch.cat(measured_pairs).cpu() if measured_pairs else None
         parts = self.world.gather((len(own), sums, pairs))
