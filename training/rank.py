@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
 from pathlib import Path
@@ -31,7 +30,10 @@ if TYPE_CHECKING:
 
 _NAME = "python -m nodekit.training"
 _MOST_ROLLBACKS = 5
-"""So often one process goes back, by ``--on-nan rollback``: of a training that diverges no batch is to blame."""
+"""So often ``--on-nan rollback`` goes back within an epoch's steps: of a training that diverges no batch is to blame.
+
+A sample that is to blame returns in each epoch, in another batch.
+"""
 _KEPT_ALIVE: list[object] = []
 """Objects that must not be freed before the process ends.
 
@@ -260,7 +262,8 @@ def _run_loops(
     from nodekit.training.steps.not_finite import NotFinite
 
     left_out: set[tuple[int, int]] = set()
-    for number in count(1):
+    bad_steps: list[int] = []
+    while True:
         with reform.guarded(world):
             loop = Loop(options, world, task, folder, stop, without=left_out)
         if world.kept is not None:
@@ -270,25 +273,29 @@ def _run_loops(
         try:
             return loop.run()
         except NotFinite as error:
-            _judge(error, options, world, number)
+            an_epoch_ago = error.step - loop.sampler.steps_per_epoch
+            _judge(error, options, world, 1 + sum(step > an_epoch_ago for step in bad_steps))
+            bad_steps.append(error.step)
             left_out.update(error.batches)
         loops.remove(loop)
         loop.saver.settle()  # the next one begins with the newest snapshot
         _forget(loop)
         del loop
         gc.collect()  # the next one needs its memory
-    raise AssertionError("it counts for ever")
 
 
 def _judge(error: "NotFinite", options: Options, world: "World", number: int) -> None:
-    """Tell kit; raise the error again if training does not go back to a snapshot for the ``number``-th time."""
+    """Tell kit; raise the error again if training does not go back to a snapshot.
+
+    It would be for the ``number``-th time within an epoch's steps.
+    """
     from nodekit.training.reporting.tell import tell
 
     why = ""
     if options.on_nan == "stop":
         why = "--on-nan stop"
     elif number > _MOST_ROLLBACKS:
-        why = f"--on-nan rollback has gone back {_MOST_ROLLBACKS} times already"
+        why = f"--on-nan rollback has gone back {_MOST_ROLLBACKS} times within an epoch's steps already"
     elif not error.batches:
         why = "it was so in the snapshot already"
     if world.is_main:
@@ -297,9 +304,10 @@ def _judge(error: "NotFinite", options: Options, world: "World", number: int) ->
         raise error.final(why)
     if world.is_main:
         batches = ", ".join(f"epoch {epoch + 1} sample {offset}" for epoch, offset in error.batches)
+        nth = f"{number} of {_MOST_ROLLBACKS} within an epoch's steps"
         print(
-            f"{error}: back to the newest snapshot ({number} of {_MOST_ROLLBACKS}), without the batch that begins at "
-            f"{batches} of the shuffled data",
+            f"{error}: back to the newest snapshot ({nth}), without the batch that begins at {batches} of the shuffled "
+            "data",
             flush=True,
         )
 

@@ -6,6 +6,7 @@ import math
 import re
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -102,7 +103,7 @@ def test_kit_does_not_start_a_training_again_that_was_to_stop_then() -> None:
     [
         ("stop", 1, [(0, 64)], "--on-nan stop"),
         ("rollback", 5, [(0, 64)], ""),
-        ("rollback", 6, [(0, 64)], "--on-nan rollback has gone back 5 times already"),
+        ("rollback", 6, [(0, 64)], "--on-nan rollback has gone back 5 times within an epoch's steps already"),
         ("rollback", 1, [], "it was so in the snapshot already"),
     ],
 )
@@ -123,7 +124,10 @@ def test_a_training_that_diverges_is_not_taken_back_for_ever(
             rank._judge(error, options, world, number)
     else:
         rank._judge(error, options, world, number)
-        assert "(5 of 5), without the batch that begins at epoch 1 sample 64" in capsys.readouterr().out
+        assert (
+            "(5 of 5 within an epoch's steps), without the batch that begins at epoch 1"
+            in capsys.readouterr().out
+        )
     (told,) = map(json.loads, (tmp_path / "told").read_text().splitlines())
     assert told["action"] == ("stop" if why else "rollback")
 
@@ -137,6 +141,7 @@ def test_the_loop_that_is_gone_back_from_is_freed_before_the_next(
         def __init__(self, *_: object, without: object) -> None:
             assert all(each() is None for each in made), "the next one needs its memory"
             self.own = self
+            self.sampler = SimpleNamespace(steps_per_epoch=8)
             self.saver = SimpleNamespace(settle=lambda: None, snapshots=SimpleNamespace(peers=None))
             made.append(weakref.ref(self))
 
@@ -151,6 +156,45 @@ def test_the_loop_that_is_gone_back_from_is_freed_before_the_next(
     world, options = World.from_env({}), parse(["--on-nan", "rollback"])
     assert rank._run_loops([], options, world, cast(Any, None), tmp_path, cast(Any, None)) == {"steps": 8}
     assert len(made) == 3
+
+
+@pytest.mark.parametrize(
+    ("bad_steps", "num_rollbacks"),
+    [
+        (
+            [3, 12, 14, 25, 39, 43, 58, 60, 76],
+            9,
+        ),  # one bad sample in epochs of ten steps, nine with which it trains
+        ([7, 8, 9, 10, 11, 12], 5),
+        ([7, 7, 8, 7, 7, 8], 5),
+        ([50, 52, 20, 20, 20, 20], 5),  # back to a snapshot of long ago, it diverges earlier
+        ([7, 8, 9, 10, 11, 17, 17], 6),
+    ],
+)
+def test_only_what_happens_within_an_epochs_steps_counts(
+    bad_steps: list[int], num_rollbacks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class Diverging:
+        def __init__(self, *_: object, without: object) -> None:
+            self.sampler = SimpleNamespace(steps_per_epoch=10)
+            self.saver = SimpleNamespace(settle=lambda: None, snapshots=SimpleNamespace(peers=None))
+            made.append(self)
+
+        def run(self) -> dict[str, Any]:
+            if len(made) > len(bad_steps):
+                return {}
+            error = NotFinite("loss", bad_steps[len(made) - 1], [(0, NAN, "gpu1")])
+            error.batches = ((0, 0),)
+            raise error
+
+    monkeypatch.setattr(loop, "Loop", Diverging)
+    world, options = World.from_env({}), parse(["--on-nan", "rollback"])
+    is_ended = num_rollbacks < len(bad_steps)
+    with pytest.raises(NotFinite, match="gone back 5 times") if is_ended else nullcontext():
+        rank._run_loops([], options, world, cast(Any, None), tmp_path, cast(Any, None))
+    assert len(made) == num_rollbacks + 1
 
 
 @pytest.mark.parametrize(("on_nan", "is_final"), [("stop", True), ("rollback", False)])
@@ -255,15 +299,16 @@ def test_a_bad_sample_stops_the_training_or_its_batch_is_left_out(tmp_path: Path
     assert newest.manifest.step == step - 1
     assert all(bool(each.isfinite().all()) for each in newest.state["model"].values())
 
-    said = train(back, *own, "--epochs", "2", "--snapshot-every", "4", "--on-nan", "rollback")
+    said = train(back, *own, "--epochs", "7", "--snapshot-every", "4", "--on-nan", "rollback")
     assert f"the loss of step {step} is nan on rank " in said
-    assert "back to the newest snapshot (1 of 5)" in said
+    assert "back to the newest snapshot (1 of 5 within an epoch's steps)" in said
+    assert said.count("back to the newest snapshot") == 7, "an epoch has a batch with it again"
     after = losses(back)
-    assert sorted(after) == list(range(1, 2 * 23 - 1)), "one batch of each epoch is left out"
+    assert sorted(after) == list(range(1, 7 * 22 + 1)), "one batch of each epoch is left out"
     before = losses(stopped)
     assert {number: after[number] for number in before} == before
     assert all(map(math.isfinite, after.values()))
-    assert json.loads((back / "result.json").read_text())["steps"] == 2 * 23 - 2
+    assert json.loads((back / "result.json").read_text())["steps"] == 7 * 22
 
 
 BROKEN_WEIGHTS = """
@@ -287,5 +332,5 @@ def test_weights_that_an_update_has_broken_are_in_no_snapshot(tmp_path: Path) ->
     same = ["--lr", "0.0003", "--engine", "fsdp", "--snapshot-format", "sharded"]
     said = train(tmp_path, *own, "--epochs", "1", "--snapshot-every", "1", "--on-nan", "rollback", same=same)
     assert "the weights after step 10 are not finite" in said
-    assert "back to the newest snapshot (1 of 5)" in said
+    assert "back to the newest snapshot (1 of 5 " in said
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 22
