@@ -404,7 +404,9 @@ class Loop:
         stops = is_due = False
         for steps, (stop, pause, step_s, *saver_sums) in self._sums.read(but=but):
             for each, loss in steps:
-                check_loss(self.world, each.step, loss, each.loss_sum, (each.batch, self._last_batch))
+                batches = each.batch, self._last_batch
+                differ = self.local_sgd is not None and not self.local_sgd.averages_after(each.step - 1)
+                check_loss(self.world, each.step, loss, each.loss_sum, batches, weights_differ=differ)
                 self._report_step(each, loss)
             if not self._sums and not self.last_whole_step.is_known_late:
                 self._step_is_whole()  # what is kept or saved is reported, too

@@ -65,6 +65,13 @@ def test_the_ranks_and_the_step_are_named(
     )
 
 
+def test_weights_of_ones_own_may_be_broken_on_one_rank_alone() -> None:
+    world = cast(World, Ranks(NAN))
+    with pytest.raises(NotFinite) as raised:
+        check_loss(world, 7, NAN, torch.tensor(0.5), ((2, 64), (2, 0)), weights_differ=True)
+    assert raised.value.batches == ((2, 64), (2, 0))
+
+
 def test_while_the_sum_is_finite_the_device_is_not_waited_for() -> None:
     check_loss(cast(World, None), 7, 0.5, cast(torch.Tensor, None), ((0, 0), None))
 
@@ -334,3 +341,32 @@ def test_weights_that_an_update_has_broken_are_in_no_snapshot(tmp_path: Path) ->
     assert "the weights after step 10 are not finite" in said
     assert "back to the newest snapshot (1 of 5 " in said
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 22
+
+
+BREAKS_WEIGHTS = """
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    def train_data(self):
+        data = super().train_data()
+        data.images[{sample}] = 0.5
+        return data
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if (batch[0] == 0.5).flatten(1).all(1).any():
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [9, 12])
+def test_local_sgd_leaves_out_the_batch_that_has_broken_the_weights_of_one_rank(
+    step: int, tmp_path: Path
+) -> None:
+    """The next loss shows it: on that rank, or after step 12, an average, on all."""
+    batch = list(ElasticSampler(1437, batch_size=64).micro_batches())[step - 1]
+    own = task(tmp_path, BREAKS_WEIGHTS.format(sample=batch.indices[0]))
+    how = ["--epochs", "1", "--snapshot-every", "8", "--on-nan", "rollback", "--local-sgd", "4"]
+    said = train(tmp_path, *own, *how)
+    assert said.count("back to the newest snapshot") == 1
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == 23 - 2

@@ -61,7 +61,13 @@ def check_ranks(world: World, what: str, step: int, own: float) -> None:
 
 
 def check_loss(
-    world: World, step: int, total: float, own: torch.Tensor, batches: tuple[Batch, Batch | None]
+    world: World,
+    step: int,
+    total: float,
+    own: torch.Tensor,
+    batches: tuple[Batch, Batch | None],
+    *,
+    weights_differ: bool = False,
 ) -> None:
     """Raise `NotFinite` if the sum of all ranks' losses is not finite, which all ranks see alike.
 
@@ -72,6 +78,8 @@ def check_loss(
         own: this rank's part of it, a scalar.
         batches: of that step, and of the one before. If no rank's loss is finite, the latter may be to blame, too: its
             update may have broken the weights.
+        weights_differ: whether the step began with other weights on each rank, as with local SGD: then that update may
+            have broken those of one rank alone.
     """
     if math.isfinite(total):
         return
@@ -79,7 +87,8 @@ def check_loss(
         check_ranks(world, "loss", step, float(own))
     except NotFinite as error:
         this, before = batches
-        error.batches = (this, before) if before and len(error.ranks) == world.world_size else (this,)
+        is_by_weights = weights_differ or len(error.ranks) == world.world_size
+        error.batches = (this, before) if before and is_by_weights else (this,)
         raise
 
 
