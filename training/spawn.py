@@ -1,5 +1,6 @@
 """``--launcher spawn``: this process starts the ranks of one machine itself, and ends with them. No restarts."""
 
+import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -141,6 +142,9 @@ def _rank(
     rank: int, options: Options, world_size: int, port: int, stop_pipe: Connection, first: Lock
 ) -> NoReturn:
     parent = Parent(stop_pipe, first)
+    # By what the ranks were started with, their data loaders' processes would each import all anew, need data that can
+    # be pickled, and end by a Ctrl-C in the terminal, before the rank's snapshot.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.update(environment(rank, world_size, port))
     try:
         code = train(options, parent)
