@@ -581,6 +581,26 @@ def test_a_snapshot_of_another_model_is_refused_by_name(tmp_path: Path, task: st
     assert ".pt" in said
 
 
+def test_a_snapshot_of_another_optimizer_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "from nodekit.training.tasks.digits import Digits\n"
+        "class Task(Digits):\n"
+        "    def optimizer(self, model, lr):\n"
+        "        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)\n"
+    )
+    own = f"{tmp_path / 'own.py'}:Task"
+    for name, epochs, code in (("digits", 1, 0), (own, 2, 1)):
+        arguments = ["--task", name, "--epochs", str(epochs), "--batch-size", "400"]
+        argv = [warm_python.program(), *MODULE, *arguments, "--output", str(tmp_path / "out")]
+        with started(argv) as process:
+            said = finish(process, code)
+    assert (
+        "the saved optimizer has no dampening, momentum, so it is not the task's SGD. To train anew, " in said
+    )
+    assert "Traceback" not in said
+
+
 def test_learning_rate_warms_up_and_falls_to_nothing() -> None:
     options = parse(["--warmup-steps", "4"])
     factors = [options.lr_factor(step, 24) for step in range(24)]

@@ -37,6 +37,13 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is
     """
     own, groups = optimizer.param_groups, state["param_groups"]
     if len(groups) == len(own):  # else torch refuses them
+        for ours, theirs in zip(own, groups, strict=True):  # torch takes any, and fails at the first step
+            numbers = {name for name, value in ours.items() if type(value) in (int, float, tuple)}
+            if lacking := sorted(numbers - {"lr", "initial_lr"} - set(theirs)):
+                raise ValueError(
+                    f"the saved optimizer has no {', '.join(lacking)}, so it is not the task's "
+                    f"{type(optimizer).__name__}"
+                )
         kept = [{name: group[name] for name in _OWN if name in group} for group in own]
         groups = [{**group, **each} for group, each in zip(groups, kept, strict=True)]
     values = state["state"]

@@ -78,17 +78,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], p
     """
     cure = "--init-from takes its weights alone"
     try:
-        for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            numbers = {name for name, value in ours.items() if type(value) in (int, float, tuple)}
-            if lacking := sorted(numbers - {"lr", "initial_lr"} - set(theirs)):
-                raise TrainingError(
-                    f"{path}: its optimizer has no {', '.join(lacking)}, so it is not the task's "
-                    f"{type(optimizer).__name__}; {cure}"
-                )
         load_state(optimizer, state, is_kept=True)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, TrainingError):
-            raise
         raise TrainingError(f"{path}: its optimizer's state does not fit ({error}); {cure}") from error
     for parameter, values in optimizer.state.items():
         for name in _LIKE_THE_WEIGHT:
