@@ -3,7 +3,9 @@
 import base64
 import json
 import os
+import subprocess
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -239,6 +241,25 @@ def test_each_of_two_terminals_says_whom_it_waits_for_and_where_its_weights_are(
         assert ": all 2 ranks are there\n" in text
     assert f"the best weights are in {own}/best, the last in {own}/last. " in seconds
     assert "epoch 1 done" not in seconds  # rank 0 alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["accelerate", "trainer"])
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_engines_train_where_ranks_are_started_by_hand_without_an_address(
+    engine: str, scheme: str, tmp_path: Path
+) -> None:
+    where = f"127.0.0.1:{free_port()}" if scheme == "tcp" else tmp_path / "meet"
+    argv = [*SHORT, "--epochs", "1", "--engine", engine, "--init-method", f"{scheme}://{where}"]
+
+    def rank_of(number: int) -> AbstractContextManager[subprocess.Popen[str]]:
+        variables = {"RANK": number, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+        command = [warm_python.program(), "-m", "nodekit.training", *argv, "--output", str(tmp_path / "out")]
+        return started(command, **variables)
+
+    with rank_of(0) as first, rank_of(1) as second:
+        finish(second)
+        assert "epoch 1 done at step 4/4" in finish(first)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Hugging Face Accelerate: it prepares the model (DDP on more than one rank), autocasts, scales and clips."""
 
 import importlib
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,12 +9,15 @@ import torch
 
 from nodekit.training.engines import single
 from nodekit.training.engines.ddp import compress
+from nodekit.training.world import World
 
 PRECISIONS = {"off": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
-def forget_ranks() -> None:
+def forget_ranks(world: World) -> None:
     """Have Accelerate learn the ranks from the process group: it keeps those of this process's first one."""
+    # On the CPUs of several nodes it refuses to begin without an address, which the process group has no need of.
+    os.environ.setdefault("MASTER_ADDR", world.init_method.host or "localhost")
     importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -24,7 +28,7 @@ class Engine(single.Engine):
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         accelerate = importlib.import_module("accelerate")
-        forget_ranks()
+        forget_ranks(self.world)
         # Its own accumulation stays at 1: `backward` would divide the loss by it, and our weights do that.
         self.accelerator = accelerate.Accelerator(
             cpu=self.world.device.type == "cpu",

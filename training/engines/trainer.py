@@ -27,7 +27,7 @@ class Engine(accelerate.Engine):
         """Return the module itself: the Trainer's DDP around it is known when it first calls us."""
         options, world = self.options, self.world
         transformers = importlib.import_module("transformers")
-        accelerate.forget_ranks()
+        accelerate.forget_ranks(world)
         # The Trainer requires a folder, and leaves it empty.
         self._folder = tempfile.TemporaryDirectory(prefix="nodekit-trainer-")
         own = read_arguments(options.training_args) if options.training_args else {}
