@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -188,6 +189,30 @@ def test_each_engine_goes_on_from_the_snapshot_of_another(by_ddp: dict[int, floa
     assert found == pytest.approx(by_ddp, abs=5e-4)  # a lost moment of AdamW would be far more
 
 
+def test_engines_with_ddp_resume_to_the_identical_curve_and_weights(tmp_path: Path) -> None:
+    """On three ranks: with two, the order of a sum could not show."""
+    names, same = ("accelerate", "fabric", "trainer"), ["--epochs", "1", "--batch-size", "96", "--keep", "9"]
+
+    def turns(kind: str) -> list[tuple[Path, list[str]]]:
+        return [(tmp_path / name / kind, ["--engine", name, "--snapshot-every", "4"]) for name in names]
+
+    in_turns(tmp_path, DIGITS, turns("whole"), num_ranks=3, same=same)
+    for name in names:
+        for file in (tmp_path / name / "whole" / "snapshots").glob("g*-s000000004*"):
+            (tmp_path / name / "resumed" / "snapshots").mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, tmp_path / name / "resumed" / "snapshots")
+    assert (
+        in_turns(tmp_path, DIGITS, turns("resumed"), num_ranks=3, same=same).count("resumed at step 4") == 3
+    )
+    for name in names:
+        whole, resumed = tmp_path / name / "whole", tmp_path / name / "resumed"
+        assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 4}, name
+        found = [
+            json.loads((each / "result.json").read_text())["weights_sha256"] for each in (whole, resumed)
+        ]
+        assert found[0] == found[1], name
+
+
 # How far a step's loss may be from the plain one.
 SWITCHES = [
     (["--find-unused"], CLOSE),
@@ -327,11 +352,16 @@ def test_fp16_by_deepspeed_is_refused_on_a_gpu_too() -> None:
 
 def test_buckets_are_laid_out_on_a_gpu_too() -> None:
     with World.from_env({}):
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        module = torch.nn.Linear(2, 1)
+        forward = module.forward = lambda each: torch.nn.Linear.forward(
+            module, each
+        )  # Accelerate has its own, too
+        model = torch.nn.parallel.DistributedDataParallel(module)
         model.device_ids = [0]  # of the CPU: DDP moves what it is called with, as it does on a GPU
         lay_out_buckets(model)
         assert all(each.grad is None for each in model.parameters())
         assert model(torch.ones(3, 2)).shape == (3, 1)
+        assert module.forward is forward
 
 
 def test_horovod_is_refused_on_gpus() -> None:

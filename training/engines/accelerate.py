@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nodekit.training.engines import single
-from nodekit.training.engines.ddp import compress
+from nodekit.training.engines.ddp import set_up
 from nodekit.training.world import World
 
 PRECISIONS = {"off": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -41,7 +41,7 @@ class Engine(single.Engine):
         model: torch.nn.Module
         model, self.optimizer = self.accelerator.prepare(module, self.optimizer)
         self.scaler = self.accelerator.scaler or self.scaler
-        compress(model, self.options.compress)
+        set_up(model, self.options.compress)
         return model
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:

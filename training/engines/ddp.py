@@ -27,25 +27,27 @@ class Engine(single.Engine):
             device_ids=[device.index] if device.type == "cuda" else None,
             find_unused_parameters=self.options.find_unused,
         )
-        lay_out_buckets(model)
-        compress(model, self.options.compress)
+        set_up(model, self.options.compress)
         return model
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if is_last else self.model.no_sync()
 
 
-def compress(model: torch.nn.Module, how: str) -> None:
-    """Set a DistributedDataParallel's ``--compress``; any other module sends no gradients."""
-    if how == "off" or not isinstance(model, DistributedDataParallel):
+def set_up(model: torch.nn.Module, compress: str) -> None:
+    """Lay out a DistributedDataParallel's buckets and set its ``--compress``; any other module sends no gradients."""
+    if not isinstance(model, DistributedDataParallel):
         return
-    if how == "powersgd":
+    lay_out_buckets(model)
+    if compress == "off":
+        return
+    if compress == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # not needed otherwise
 
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=POWER_SGD_FROM)
         model.register_comm_hook(state, _powersgd)
     else:
-        model.register_comm_hook(AMP_DTYPES[how], _average_in_16_bits)
+        model.register_comm_hook(AMP_DTYPES[compress], _average_in_16_bits)
 
 
 def _powersgd(
@@ -86,10 +88,12 @@ def lay_out_buckets(model: DistributedDataParallel) -> None:
     DDP does so once, after its first backward pass. Otherwise the first step after a resume would use another layout
     than the same step of an uninterrupted run, and the sums over three ranks would be rounded differently.
     """
-    module = model.module
+    module, own = model.module, vars(model.module).get("forward")  # Accelerate's, around the class's
     parameters = [each for each in module.parameters() if each.requires_grad]
     # With an argument: on a GPU, DDP looks for the first one that it has moved there.
     module.forward = lambda _: sum(each.float().sum() * 0 for each in parameters)
     model(torch.zeros(())).backward()
     del module.forward
+    if own is not None:
+        module.forward = own
     model.zero_grad()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nodekit.training.engines import single
-from nodekit.training.engines.ddp import compress
+from nodekit.training.engines.ddp import set_up
 from nodekit.training.world import World
 
 PRECISIONS = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -33,7 +33,7 @@ class Engine(single.Engine):
         self._fabric.launch()
         model: torch.nn.Module
         model, self.optimizer = self._fabric.setup(module, self.optimizer)
-        compress(model._forward_module, self.options.compress)  # type: ignore[arg-type]  # private: its DDP
+        set_up(model._forward_module, self.options.compress)  # type: ignore[arg-type]  # private: its DDP
         self.scaler = getattr(self._fabric.strategy.precision, "scaler", None) or self.scaler
         return model
 

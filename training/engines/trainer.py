@@ -9,7 +9,7 @@ import torch
 
 from nodekit.training.engine_info import EngineError
 from nodekit.training.engines import accelerate
-from nodekit.training.engines.ddp import compress
+from nodekit.training.engines.ddp import set_up
 from nodekit.training.options.trainer_args import read_arguments
 from nodekit.training.process import rng
 
@@ -80,7 +80,7 @@ class Engine(accelerate.Engine):
     def gradients(self, model: torch.nn.Module) -> None:
         """Compute a step's gradients, with the loop's own samples, loss and weights; the Trainer calls this."""
         if model is not self.model:  # its DDP, since the first step
-            compress(model, self.options.compress)
+            set_up(model, self.options.compress)
         self.model = model
         self._compute()
         self.drop_untrained()
