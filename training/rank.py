@@ -242,7 +242,8 @@ def _attempt(
         is_saved = why and kept is not None and kept.save()
         if loop is not None:
             loop.saver.settle()  # a snapshot on its way to the disk is work saved
-        if stop.requested and not is_saved:
+        # Spawned ranks are stopped, too, when one of them has failed: then there is nothing to add.
+        if stop.requested and not is_saved and (parent is None or parent.is_first()):
             print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
         world.close()
         return code

@@ -96,7 +96,7 @@ def run(options: Options) -> int:
         processes: list[BaseProcess] = started.processes
         stop_pipe.close()
         try:
-            return _wait(processes, stop, parents_end, options.grace)
+            return _wait(processes, stop, parents_end, first, options.grace)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -105,7 +105,9 @@ def run(options: Options) -> int:
             world.init_method.remove()
 
 
-def _wait(processes: list[BaseProcess], stop: Stop, parents_end: Connection, grace_s: float) -> int:
+def _wait(
+    processes: list[BaseProcess], stop: Stop, parents_end: Connection, first: Lock, grace_s: float
+) -> int:
     """Wait until all ranks have ended, or their grace is over; the status is that of the first that failed."""
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     code, deadline_s = 0, float("inf")
@@ -116,6 +118,8 @@ def _wait(processes: list[BaseProcess], stop: Stop, parents_end: Connection, gra
             if not code:
                 code = _status(rank, processes[rank], stop)
         if (stop.requested or code) and not parents_end.closed:
+            if not stop.requested:
+                first.acquire(block=False)  # which a rank that was killed has not
             parents_end.close()
             deadline_s = time.monotonic() + grace_s + _MARGIN_S
     if running:

@@ -25,7 +25,7 @@ MODULE = [sys.executable, "-u", "-m", "nodekit.training"]
 SPAWN = ["--launcher", "spawn", "--nproc-per-node", "2"]
 
 TASK = """
-import os, signal, time
+import os, signal, threading, time
 from nodekit.training.tasks.digits import Digits
 
 class Slow(Digits):
@@ -46,6 +46,16 @@ class Faulty(Digits):
         if self.calls == 3 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
+
+class FailsWhileOthersEnd(Digits):
+    def loss(self, model, batch):
+        if os.environ["RANK"] == "0":
+            if "KILL" in os.environ:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("the first batch is bad")
+        while not any(each.name == "nodekit-deadline" for each in threading.enumerate()):
+            time.sleep(0.05)
+        raise RuntimeError("this rank is late")
 """
 
 
@@ -190,6 +200,17 @@ def test_what_all_ranks_fail_with_is_shown_once(task: str, tmp_path: Path) -> No
     assert said.count("Traceback") == 1
     assert said.count("RuntimeError: the first batch is bad") == 1
     assert said.count("has failed; the others are ended") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [{}, {"KILL": "1"}], ids=["fails", "is killed"])
+def test_a_rank_that_is_ended_since_another_has_failed_does_not_say_it_was_stopped(
+    killed: dict[str, str], task: str, tmp_path: Path
+) -> None:
+    arguments = ["--task", f"{task}:FailsWhileOthersEnd"]
+    said = train_spawned(tmp_path / "out", *arguments, log=tmp_path / "log", code=1, **killed)
+    assert ("was killed by SIGKILL" if killed else "RuntimeError: the first batch is bad") in said
+    assert "stopped" not in said
 
 
 @pytest.mark.slow
