@@ -33,6 +33,8 @@ def train(clock: Clock, steps_s: "list[float | str]", folder: Path, *others: tup
     world: Any = SimpleNamespace(
         is_main=False,
         kept=None,
+        generation=0,
+        num_restarts=0,
         is_first_on_node=False,
         progress_file=None,
         device=torch.device("cpu"),

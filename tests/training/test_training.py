@@ -357,6 +357,34 @@ def test_a_rank_whose_peer_died_brings_the_snapshot_under_way_to_the_disk(tmp_pa
     assert found.manifest.step == 4
 
 
+def test_each_node_goes_on_with_the_most_complete_history_and_one_that_cannot_be_read_ends_nothing(
+    tmp_path: Path,
+) -> None:
+    first, second = tmp_path / "metrics.jsonl", tmp_path / "node1" / "metrics.jsonl"
+
+    def train(epochs: int) -> list[str]:
+        arguments = ["--epochs", epochs, "--batch-size", 400, "--output", tmp_path]
+        with ranks(2, MODULE, *arguments) as processes:
+            return [finish(process) for process in processes]
+
+    train(1)
+    lines = first.read_text().splitlines(keepends=True)
+    attempt = json.loads(lines[0])["attempt"]
+    first.write_text(
+        "".join(lines[:2]).replace(attempt, f"{attempt}1")
+    )  # one that began later, and was cut off
+    train(2)
+    for node in (first.parent, second.parent):
+        assert [line["step"] for line in metrics(node) if "loss" in line] == list(range(1, 9))
+    attempts = [json.loads(line)["attempt"] for line in first.read_text().splitlines()]
+    assert attempts == sorted(attempts)
+    assert len(set(attempts)) == 2
+    second.unlink()
+    second.mkdir()
+    assert f"{second} is not compared with the other nodes'" in train(3)[1]
+    assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == list(range(1, 13))
+
+
 def test_fabric_trains_on_nodes_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
     """Two ranks on one node and one on another: Fabric itself counts nodes times the ranks of its own."""
     extra = {

@@ -4,8 +4,10 @@ A run of a million steps has 150 MB of it, and all ranks wait while an attempt b
 the end of the file.
 """
 
+import logging
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nodekit.training.world import World
+
+log = logging.getLogger("nodekit.training")
 
 MOST_SENT = 20_000
 """Lines that a node without the history gets: of a longer history, every n-th step and all evaluations."""
@@ -30,9 +34,10 @@ _HEAD = re.compile(rb'\{"step": (\d+), (?:"attempt": "(\d+)\.(\d+)", )?')
 class Held:
     """What a node has of the history; the greatest has the most complete one."""
 
+    last_step: int
+    """At most that of the snapshot, up to which only a node has all lines that was there when it was made."""
     attempt: tuple[int, int]
     """That of its last line: a node that was absent since then may have steps that were done again."""
-    last_step: int
     num_lines: int
     """At most ``_COMPARED``."""
     crc: int
@@ -40,9 +45,14 @@ class Held:
 
 
 def attempt_of(world: "World") -> str:
-    """``GENERATION.ROUND``, as kit's events have it."""
-    generation = world.generation or 0
-    return f"{generation}.{world.num_restarts - generation}"
+    """``GENERATION.ROUND``, as kit's events have it; all ranks call it.
+
+    Without kit, the time is in place of the generation: torchrun counts its restarts from 0 in each start.
+    """
+    if world.generation is not None:
+        return f"{world.generation}.{world.num_restarts - world.generation}"
+    now_ms = int(time.time() * 1000)
+    return f"{world.gather(now_ms)[0] if world.world_size > 1 else now_ms}.{world.num_restarts}"
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
@@ -97,19 +107,26 @@ def agree(path: Path, world: "World") -> None:
     """
     import torch.distributed as dist  # only for ranks
 
-    own = held(path) if world.is_first_on_node else None
+    own = None
+    if world.is_first_on_node:
+        try:
+            own = held(path)
+        except OSError as error:  # raised, it would keep the others waiting
+            log.warning("%s is not compared with the other nodes': %s", path, error)
     offers = world.gather(own)
-    best = max(offer for offer in offers if offer is not None)
-    if all(offer in (None, best) for offer in offers):
+    best = max((offer for offer in offers if offer is not None), default=None)
+    if best is None or all(offer in (None, best) for offer in offers):
         return
     source = offers.index(best)
     sent: list[bytes | None] = [None]
     if world.rank == source:
-        lines = read(path, path.stat().st_size)
-        sent = [zlib.compress(b"".join(thinned(lines, MOST_SENT, whole=_COMPARED)), 1)]
+        try:
+            lines = read(path, path.stat().st_size)
+            sent = [zlib.compress(b"".join(thinned(lines, MOST_SENT, whole=_COMPARED)), 1)]
+        except OSError as error:
+            log.warning("%s is not sent to the other nodes: %s", path, error)
     dist.broadcast_object_list(sent, src=source)
-    if own not in (None, best):
-        assert sent[0] is not None
+    if own not in (None, best) and sent[0] is not None:
         _replace(path, [zlib.decompress(sent[0])])
 
 
@@ -117,9 +134,9 @@ def held(path: Path) -> Held:
     """Summarize a history."""
     heads = [head for line in islice(backwards(path), _COMPARED) if (head := _HEAD.match(line))]
     if not heads:
-        return Held((-1, -1), 0, 0, 0)
+        return Held(0, (-1, -1), 0, 0)
     crc = zlib.crc32(b"".join(head[0] for head in heads))
-    return Held(_attempt(heads[0]), int(heads[0][1]), len(heads), crc)
+    return Held(int(heads[0][1]), _attempt(heads[0]), len(heads), crc)
 
 
 def thinned(lines: Sequence[bytes], most: int, *, whole: int = 1) -> list[bytes]:

@@ -250,8 +250,8 @@ class Report:
         """Continue metrics.jsonl after ``step``, the same on all nodes; all ranks call it."""
         path = self._history
         is_there = False
+        self._attempt = metrics.attempt_of(self._world)
         if self._world.is_first_on_node:
-            self._attempt = metrics.attempt_of(self._world)
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 metrics.take_back(path, step, is_evaluated=is_evaluated)
