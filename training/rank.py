@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nodekit.training.errors import TrainingError, log_to_stderr, refuse_unsafe
 from nodekit.training.folder import InUse, default_folder, held
 from nodekit.training.options.options import Options
-from nodekit.training.process.stop import EXIT_STOPPED, Stop
+from nodekit.training.process.stop import EXIT_STOPPED, Interruptible, Stop
 from nodekit.training.reporting.trackers import TRACKERS, lacking
 
 if TYPE_CHECKING:
@@ -173,7 +173,10 @@ def _train(options: Options, world: "World", task: "Task", parent: Parent | None
     from nodekit.training.attempts import reform
 
     world = replace(world, may_stay=reform.can_go_on(options, world))
-    with world, Stop(options.grace) as stop:
+    with ExitStack() as stack:
+        with _interruptible(world, parent):
+            stack.enter_context(world)
+        stop = stack.enter_context(Stop(options.grace))
         if parent is not None:
             parent.stops_by(stop)
         return reform.run(
@@ -183,6 +186,15 @@ def _train(options: Options, world: "World", task: "Task", parent: Parent | None
             lambda each: _attempt(options, each, task, stop, parent),
             lambda each: reform.can_go_on(options, each),
         )
+
+
+def _interruptible(world: "World", parent: Parent | None) -> AbstractContextManager[object]:
+    """While ranks that nobody has launched meet, let Ctrl-C end this one: a launcher would end it by SIGTERM."""
+    from torch.distributed import is_torchelastic_launched
+
+    if not world.launched or world.is_by_kit or parent is not None or is_torchelastic_launched():
+        return nullcontext()
+    return Interruptible(f"rank {world.rank} of {world.world_size} waited for the others at {world.meets_at}")
 
 
 def _attempt(

@@ -3,16 +3,18 @@
 import base64
 import json
 import os
+import signal
+import socket
 import subprocess
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import torch
 import warm_python
 from free_ports import free_port
-from test_training import finish, started
+from test_training import finish, started, until, wait_for_line
 
 from nodekit.training import __main__ as module
 from nodekit.training import rank
@@ -260,6 +262,39 @@ def test_engines_train_where_ranks_are_started_by_hand_without_an_address(
     with rank_of(0) as first, rank_of(1) as second:
         finish(second)
         assert "epoch 1 done at step 4/4" in finish(first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "rank"), [("env", 0), ("env", 1), ("tcp", 0), ("tcp", 1), ("file", 0)])
+def test_ctrl_c_ends_a_rank_that_waits_for_others_at_once(scheme: str, rank: int, tmp_path: Path) -> None:
+    port = free_port()
+    where = str(tmp_path / "meet") if scheme == "file" else f"127.0.0.1:{port}"
+    argv = ["-m", "nodekit.training", "--output", str(tmp_path / "out")]
+    argv += ["--init-method", "env://" if scheme == "env" else f"{scheme}://{where}"]
+    variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    if scheme == "env":
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    def is_waiting() -> bool:
+        if scheme == "file":
+            return (tmp_path / "meet.beat").exists()
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return True
+        return False
+
+    with ExitStack() as stack:
+        if rank == 1:  # rank 0's host, where nobody answers
+            server = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            server.settimeout(60)
+        process = stack.enter_context(started([warm_python.program(), *argv], **variables))
+        wait_for_line(process, "waiting")
+        if rank == 1:
+            stack.enter_context(server.accept()[0])
+        else:
+            until(is_waiting, "rank 0's wait")
+        process.send_signal(signal.SIGINT)
+        said = finish(process, 130)
+    assert said == f"nodekit: interrupted while rank {rank} of 2 waited for the others at {where}\n"
 
 
 @pytest.mark.slow

@@ -33,6 +33,8 @@ class Stop:
     reads the interpreter's wake-up descriptor, and can end the process by itself.
     """
 
+    _signals: tuple[signal.Signals, ...] = _SIGNALS
+
     def __init__(self, grace_s: float = 20.0) -> None:
         """Nothing is requested yet."""
         self.grace_s = grace_s
@@ -51,7 +53,7 @@ class Stop:
         self._reader, self._writer = socket.socketpair()  # Windows takes no pipe for this
         self._writer.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, _ignore) for number in _SIGNALS}
+        self._old_handlers = {number: signal.signal(number, _ignore) for number in self._signals}
         self._thread = threading.Thread(target=self._watch, name="nodekit-stop", daemon=True)
         self._thread.start()
         return self
@@ -84,7 +86,7 @@ class Stop:
 
     def _watch(self) -> None:
         while (number := self._reader.recv(1)) != _END:
-            if number[0] not in _SIGNALS:
+            if number[0] not in self._signals:
                 continue
             if number[0] == signal.SIGINT:
                 if self._interrupted_s is None:
@@ -100,6 +102,23 @@ class Stop:
             sys.stderr.write(f"nodekit: still not at an end after {self.grace_s:g} s of grace: ending here\n")
             sys.stderr.flush()
             os._exit(exit_code)
+
+
+class Interruptible(Stop):
+    """Has Ctrl-C end the process at once, with a line: while it waits for others, there is nothing to be saved."""
+
+    _signals = (signal.SIGINT,)
+
+    def __init__(self, waits: str) -> None:
+        """``waits`` is what it does, for people."""
+        super().__init__()
+        self._waits = waits
+
+    def request(self) -> None:
+        """End the process."""
+        sys.stderr.write(f"nodekit: interrupted while {self._waits}\n")
+        sys.stderr.flush()
+        os._exit(self.exit_code)
 
 
 def leave(exit_code: int) -> NoReturn:
