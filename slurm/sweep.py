@@ -19,7 +19,7 @@ from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import Phases, count
-from nodekit.deploy.plan.plan import TRAINING_MODULE
+from nodekit.deploy.plan import plan
 from nodekit.deploy.records import find_runs, locks, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.node_client import secrets_of
@@ -87,6 +87,7 @@ def variants(sweep: Sequence[str], array: str | None) -> list[Variant]:
 def up(inventory: Inventory, options: Options) -> int:
     """Bring the runs of a sweep to where they are in the queue, and watch them; the exit status."""
     wanted = variants(options.sweep, settings_of(inventory).array)
+    _refuse_shared_output(inventory, options, wanted)
     if options.dry_run:
         for each in wanted if not options.json else ():
             print(f"run {each.index}: {each.values}")
@@ -120,7 +121,30 @@ def up(inventory: Inventory, options: Options) -> int:
 
 
 def _command(inventory: Inventory, options: Options, variant: Variant) -> list[str]:
-    return [*(options.command or inventory.job.command or TRAINING_MODULE), *variant.args]
+    return [*(options.command or inventory.job.command or plan.TRAINING_MODULE), *variant.args]
+
+
+def _refuse_shared_output(inventory: Inventory, options: Options, wanted: Sequence[Variant]) -> None:
+    """Refuse runs of the training module that would write over each other's files: they share the working folder, too.
+
+    Raises:
+        KitError: two of them have the same ``--output``.
+    """
+    outputs = set()
+    for each in wanted:
+        own = f"run-{each.index}"
+        argv = plan.argv_of(inventory, _command(inventory, options, each))
+        argv = plan.filled(argv, snapshot_dir=own, run_id=own, node="")
+        asked = plan.training_options(argv, {**inventory.job.env, **each.env})
+        if asked is None or asked.output is None:
+            return
+        if asked.output in outputs:
+            raise KitError(
+                f"--output {asked.output} is one folder for several runs",
+                wanted="one for each",
+                cure="leave --output out, and each run has its own; or write {run_id} into it",
+            )
+        outputs.add(asked.output)
 
 
 def _start(

@@ -205,6 +205,32 @@ def test_a_sweep_is_found_by_its_id_and_its_runs_by_theirs() -> None:
     assert latest.run_id == single.run_id  # kit up of one run goes on with one
 
 
+@pytest.mark.parametrize(
+    ("array", "options", "output", "is_refused"),
+    [
+        ("", ["--sweep", "lr=1,2"], "out", True),
+        ("0-3", [], "/mnt/out {node}", True),
+        ("0", [], "out", False),
+        ("0-3", [], "out/{run_id}", False),
+        ("", ["--sweep", "lr=1,2"], "{snapshot_dir}/../out", False),
+        ("", ["--sweep", "output=a,b"], "out", False),
+    ],
+)
+def test_runs_that_would_write_over_each_others_output_are_refused(
+    array: str, options: list[str], output: str, is_refused: bool, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    slurm = {"shared_dir": "/mnt", "nodes": 1, **({"array": array} if array else {})}
+    (tmp_path / "big.yaml").write_text(yaml.safe_dump({"slurm": slurm}))
+    command = ["-m", "nodekit.training", "--output", output]
+    code = main(["up", str(tmp_path / "big.yaml"), "--dry-run", *options, "--", *command])
+    said = capsys.readouterr().err
+    assert (code, "is one folder for several runs, wanted one for each; leave --output out" in said) == (
+        int(is_refused),
+        is_refused,
+    ), said
+
+
 def test_a_sweep_over_ssh_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lab.yaml").write_text(yaml.safe_dump({"hosts": {"a": None}}))
     assert main(["up", str(tmp_path / "lab.yaml"), "--sweep", "lr=1,2"]) == 1
