@@ -385,6 +385,38 @@ def test_each_node_goes_on_with_the_most_complete_history_and_one_that_cannot_be
     assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == list(range(1, 13))
 
 
+def test_a_machine_that_has_another_number_goes_on_from_the_snapshot_that_it_has(tmp_path: Path) -> None:
+    """As where torchrun is elastic: node 0 is lost, and node 1 is node 0 then, and later node 1 again."""
+    mine = tmp_path / "mine"
+
+    def train(epochs: int, *outputs: Path) -> str:
+        arguments = ["--epochs", str(epochs), "--batch-size", "400"]
+        where = {"WORLD_SIZE": len(outputs), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        with contextlib.ExitStack() as stack:
+            processes = [
+                stack.enter_context(
+                    started(
+                        [warm_python.program(), *MODULE, *arguments, "--output", str(output)],
+                        RANK=number, NODE_RANK=number, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, **where,
+                    )
+                )
+                for number, output in enumerate(outputs)
+            ]  # fmt: skip
+            return finish(processes[outputs.index(mine)])
+
+    train(1, tmp_path / "lost", mine)
+    assert [path.name for path in mine.iterdir()] == ["node1"]
+    said = train(2, mine)
+    assert f"the newest snapshot is in {mine / 'node1' / 'snapshots'}: {mine} goes on from there" in said
+    assert "resumed at step 4 " in said
+    assert [line["step"] for line in metrics(mine) if "loss" in line] == list(range(1, 9))
+    assert (mine / "best").is_dir()
+    said = train(3, tmp_path / "new", mine)
+    assert f"the newest snapshot is in {mine / 'snapshots'}: {mine / 'node1'} goes on from there" in said
+    assert result(tmp_path / "new")["resumed_at_step"] == 8
+    assert [line["step"] for line in metrics(mine / "node1") if "loss" in line] == list(range(1, 13))
+
+
 def test_fabric_trains_on_nodes_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
     """Two ranks on one node and one on another: Fabric itself counts nodes times the ranks of its own."""
     extra = {
