@@ -22,18 +22,21 @@ from nodekit.deploy.plan import script
 from nodekit.deploy.records import events, fetchlogs, find_runs, locks, runs, secret_files
 from nodekit.deploy.records.events import Event, Gatherer
 from nodekit.deploy.records.locks import SupervisorLock
-from nodekit.deploy.records.runs import Run, RunFolder
+from nodekit.deploy.records.runs import Outcome, Run, RunFolder
 from nodekit.deploy.screen.verdict_screen import resume_command
 from nodekit.deploy.screen.view import View, fits_screen, show_last
 from nodekit.deploy.story.status import Status, absence, status_line
-from nodekit.deploy.supervise import drain
+from nodekit.deploy.supervise import drain, policy
 from nodekit.deploy.supervise.node_client import NodeClient, secrets_of
+from nodekit.deploy.supervise.observation import seen_of
 from nodekit.deploy.supervise.observer import Left, StopAsked
 from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.supervise.supervise import Supervisor
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Host, Inventory
+
+UNWATCHED = "ended while nobody watched"
 
 
 class SshBackend:
@@ -60,7 +63,13 @@ class SshBackend:
                 run = find_runs.current(
                     inventory.path, options.command or inventory.job.command, is_new=options.new
                 )
-                client = _attach(stack, run, options) if run is not None and run.state in runs.LIVE else None
+                client = None
+                if run is not None and run.state in runs.LIVE:
+                    client = _attach(stack, run, options)
+                    if run.state == "succeeded":
+                        again = f"{resume_command(run)} starts a new run now"
+                        print(f"{run.run_id} trained to the end while nobody watched; {again}", flush=True)
+                        return 0
                 attached = client is not None
                 shown: dict[str, dict[str, int]] = {}
                 if client is None:
@@ -186,6 +195,8 @@ class SshBackend:
         run.say_stop("kit down")
         with cluster.channels(inventory.hosts, options.ssh, some=True) as channels:
             client = NodeClient(run, inventory, channels)
+            # Before it stops anything: what has not ended by then is stopped by this.
+            ended = None if _is_led(run) else _end_of(run, _statuses(run, channels))
             results = client.stop_all(force=options.force)
             _gather_unwatched(client)
             was_running = any(
@@ -196,7 +207,10 @@ class SshBackend:
                 run.reload()  # whoever supervised it may have seen its end, and why
             if run.state not in runs.ENDED and clean:
                 with told_of_a_full_disk(print):
-                    run.finish_stopped()
+                    if ended is None or ended == "stopped":
+                        run.finish_stopped()
+                    else:
+                        run.finish(ended, UNWATCHED)
             if not was_running and clean:
                 print(f"{run.run_id} is not running ({run.state})")
             else:
@@ -321,7 +335,8 @@ def _statuses(run: Run, channels: Mapping[str, HostChannel]) -> dict[str, NodeSt
 def _settle(run: Run, channels: Mapping[str, HostChannel]) -> None:
     """A run that is on record as running, and has no agent left: write down how it ended."""
     found = _statuses(run, channels)
-    if len(found) < len(run.nodes):
+    outcome = _end_of(run, found) or "failed"
+    if len(found) < len(run.nodes) and outcome != "succeeded":
         missing = ", ".join(name for name in run.nodes if name not in found)
         raise KitError(
             f"{run.run_id} may still be running on {missing}, which cannot be reached",
@@ -329,8 +344,14 @@ def _settle(run: Run, channels: Mapping[str, HostChannel]) -> None:
             f"{run.run_id}",
         )
     _gather_unwatched(NodeClient(run, restore(run.inventory), dict(channels)))
-    states = {status.get("state") for status in found.values()}
-    run.finish("succeeded" if states == {"succeeded"} else "failed", "ended while nobody watched")
+    run.finish(outcome, UNWATCHED)
+
+
+def _end_of(run: Run, found: Mapping[str, NodeStatus]) -> Outcome | None:
+    """How a run has ended, by what its nodes say; None where an agent is alive, or none tells."""
+    states = policy.ended_states(map(seen_of, found.values()), run.generation)
+    is_alive = any(status["alive"] for status in found.values())
+    return policy.outcome_of(states) if states and not is_alive else None
 
 
 def _gather_unwatched(client: NodeClient) -> None:

@@ -22,7 +22,7 @@ A supervisor may die at any moment and another go on from `State.to_dict`. So wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.records.runs import ENDED, Outcome
@@ -139,11 +139,20 @@ def _is_blind(turn: Turn) -> bool:
 # --- the end ------------------------------------------------------------------------------------------------
 
 
+def ended_states(seen: Iterable[Observation], generation: int) -> set[str]:
+    """How the job has ended, on the nodes where it has; one that was lost before this generation has no say."""
+    return {each.state for each in seen if each.generation >= generation and not each.alive} & {*ENDED}
+
+
+def outcome_of(states: Collection[str]) -> Outcome:
+    """How the job has ended as a whole, by `ended_states`."""
+    return "failed" if "failed" in states else "succeeded" if "succeeded" in states else "stopped"
+
+
 def _has_ended(turn: Turn) -> bool:
     """When the job has ended on one node: stop the others, and finish when nobody in sight runs any more."""
     seen, state = turn.seen, turn.state
-    ended = [n for n in turn.rules.nodes if not seen[n].alive and seen[n].state in ENDED]
-    states = {seen[name].state for name in ended if seen[name].generation >= state.generation}
+    states = ended_states([seen[name] for name in turn.rules.nodes], state.generation)
     if not states:
         return False
     running = [name for name in turn.in_sight if seen[name].alive]
@@ -152,9 +161,7 @@ def _has_ended(turn: Turn) -> bool:
     # A node that was asked to start may have come and ended since it was observed: it still has something to show.
     is_unobserved = any(turn.known[name].asked == "start" and name not in running for name in turn.in_sight)
     if not running and not (is_unobserved and turn.now - since < LAST_WORDS_S):
-        outcome: Outcome = (
-            "failed" if "failed" in states else "succeeded" if "succeeded" in states else "stopped"
-        )
+        outcome = outcome_of(states)
         unseen = [n for n in turn.rules.nodes if seen[n].alive and not seen[n].reachable]
         text = f"{names(unseen)} cannot be reached; an agent may still run there" if unseen else ""
         unfenced = _unfenced(turn) if outcome != "succeeded" else []

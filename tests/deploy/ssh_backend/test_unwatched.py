@@ -1,0 +1,111 @@
+"""How a run has ended that nobody supervised: by the nodes on which it has, as a supervisor would have told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nodes import NAMES, FakeChannel, Nodes
+
+from nodekit.deploy.connect import cluster
+from nodekit.deploy.launch.options import Options, StopOptions
+from nodekit.deploy.records.find_runs import find
+from nodekit.deploy.records.locks import SupervisorLock
+from nodekit.deploy.ssh_backend.backend import SshBackend
+
+DONE = {"alive": False, "state": "succeeded", "generation": 1}
+FAILED = {"alive": False, "state": "failed", "generation": 1}
+ENDED = {"alive": False, "state": "stopped", "generation": 1}
+NEVER_BEGUN = {"alive": False, "fence": 1, "agent": "", "state": "", "generation": -1}
+REPLACED = {"alive": False, "state": "running", "generation": 0}
+OLD = {"alive": False, "state": "failed", "generation": 0}
+KILLED = {"alive": False, "state": "running", "generation": 1}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    """A run of a, b and the spare c, in its second generation."""
+    found = Nodes(tmp_path, monkeypatch)
+    with found.run.changing():
+        found.run.nodes = {**found.run.nodes, "c": found.run.nodes["b"]}
+        found.run.generation = 1
+    found.answers["stop"] = lambda *_: {"was": "not running", "killed": False}
+    return found
+
+
+def end(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, statuses: dict[str, dict[str, Any] | None]) -> None:
+    """The nodes say so; None: it cannot be reached."""
+
+    @contextlib.contextmanager
+    def channels(*_: Any, **__: Any) -> Iterator[dict[str, FakeChannel]]:
+        yield {name: FakeChannel(name, nodes) for name in NAMES if statuses.get(name)}
+
+    nodes.answers["status"] = lambda host, _: {"agent": "1.2", "fence": 1, **(statuses.get(host) or {})}
+    monkeypatch.setattr(cluster, "channels", channels)
+
+
+CASES = [
+    ({"a": DONE, "b": DONE, "c": NEVER_BEGUN}, "succeeded"),
+    ({"a": DONE, "b": REPLACED, "c": DONE}, "succeeded"),
+    ({"a": DONE, "b": OLD, "c": DONE}, "succeeded"),
+    ({"a": DONE, "b": ENDED, "c": DONE}, "succeeded"),
+    ({"a": DONE, "b": FAILED, "c": NEVER_BEGUN}, "failed"),
+    ({"a": ENDED, "b": FAILED, "c": NEVER_BEGUN}, "failed"),
+]
+
+
+@pytest.mark.parametrize(("statuses", "outcome"), [*CASES, ({"a": DONE, "b": None, "c": DONE}, "succeeded")])
+def test_kit_up_records_how_it_ended_and_does_not_train_it_again(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    statuses: dict[str, Any], outcome: str,
+) -> None:  # fmt: skip
+    def begun(*_: Any, **__: Any) -> None:
+        raise RuntimeError("it is started")
+
+    from nodekit.deploy.launch import start
+
+    monkeypatch.setattr(start, "start", begun)
+    end(nodes, monkeypatch, statuses)
+    goes_on = pytest.raises(RuntimeError, match="it is started")
+    with contextlib.nullcontext() if outcome == "succeeded" else goes_on:
+        assert SshBackend().up(nodes.inventory, Options(inventory=nodes.inventory.path)) == 0
+    assert (find("lab-1").state, find("lab-1").verdict) == (outcome, "ended while nobody watched")
+    said = "lab-1 trained to the end while nobody watched; kit up "
+    assert (said in capsys.readouterr().out) == (outcome == "succeeded")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "outcome"),
+    [
+        *CASES,
+        ({"a": ENDED, "b": ENDED, "c": NEVER_BEGUN}, "stopped"),
+        ({"a": KILLED, "b": KILLED, "c": NEVER_BEGUN}, "stopped"),
+    ],
+)
+def test_kit_down_stops_no_run_that_has_ended(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    statuses: dict[str, Any], outcome: str,
+) -> None:  # fmt: skip
+    end(nodes, monkeypatch, statuses)
+    assert SshBackend().down(nodes.run, StopOptions()) == 0
+    run = find("lab-1")
+    assert (run.state, run.verdict) == (
+        outcome,
+        "stopped by kit down" if outcome == "stopped" else "ended while nobody watched",
+    )
+    assert f"lab-1 is not running ({outcome})" in capsys.readouterr().out
+
+
+def test_how_a_supervised_run_ends_is_its_supervisors_to_say(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its nodes say may be what `kit down` has just had them stopped with."""
+    end(nodes, monkeypatch, {"a": ENDED, "b": FAILED, "c": NEVER_BEGUN})
+    lock = SupervisorLock(nodes.run)
+    assert lock.acquire()
+    SshBackend().down(nodes.run, StopOptions())
+    lock.release()
+    assert find("lab-1").state == "stopped"
