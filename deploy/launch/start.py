@@ -434,6 +434,7 @@ def _record(
         run.state, run.started, run.ended = "starting", time.time(), None
         run.verdict, run.cause = "", {}
         run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
+        run.argv = list(plan.argv_on(inventory, options.command, facts))
         if saved:
             newest = max(saved, key=lambda each: (each.get("generation", 0), each.get("step", 0)))
             words = f"step {newest.get('step')} of generation {newest.get('generation')} was committed on {newest.node}"

@@ -155,6 +155,13 @@ def argv_of(
     return (f"./{name}", *argv[1:]) if kind and "/" not in name else argv
 
 
+def argv_on(
+    inventory: Inventory, command: Sequence[str] | None, facts: Mapping[str, Facts]
+) -> tuple[str, ...]:
+    """Return `argv_of`, by what the hosts say of the files that the command runs."""
+    return argv_of(inventory, command, next((found.files for found in facts.values() if found.files), {}))
+
+
 def filled(argv: Sequence[str], *, snapshot_dir: str, run_id: str, node: str) -> tuple[str, ...]:
     """Return a command with ``{snapshot_dir}``, ``{run_id}`` and ``{node}`` replaced.
 
@@ -272,7 +279,7 @@ def build(
         KitError: with one line for each host without a single interface, or with GPUs unlike the others.
     """
     hosts = [host for host in inventory.hosts if host.name in facts]
-    argv = argv_of(inventory, command, next((found.files for found in facts.values() if found.files), {}))
+    argv = argv_on(inventory, command, facts)
     _refuse_unsafe_torch(argv, facts)
     own = host_gpus.share(hosts, {host.name: facts[host.name].gpus for host in hosts})
     chosen, unclear = choose_interfaces(inventory, hosts, facts, peers)

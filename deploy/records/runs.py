@@ -61,6 +61,8 @@ class Run:
     """The known cause of its end: name, what, cure; {} where there is none (and in old records)."""
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """node → its plan (deploy/plan/plan.py): where to find it again, and how to start it again."""
+    argv: list[str] = field(default_factory=list)
+    """What its ranks run, with {node} and the like as they were written; [] in old records."""
     token: str = field(default="", repr=False)
     """What the agents of this run know each other by."""
     code_digest: str = ""

@@ -243,11 +243,13 @@ class NodeClient:
             kit_digest=self._package.digest,
             command=self.run.command,
         ).nodes
-        return dataclasses.replace(node, argv=self._argv())
+        folder = node.env["NODEKIT_SNAPSHOT_DIR"]
+        argv = plan.filled(self._argv(), snapshot_dir=folder, run_id=self.run.run_id, node=name)
+        return dataclasses.replace(node, argv=argv)
 
     def _argv(self) -> tuple[str, ...]:
         """What all nodes run, as it was when the run began: the code here may be another by now."""
-        return tuple(next(iter(self.run.nodes.values()))["argv"])
+        return tuple(self.run.argv or next(iter(self.run.nodes.values()))["argv"])
 
     def _send_code(self, name: str, found: check.Facts) -> None:
         tree = list_code(self.inventory, self.run.command)

@@ -205,3 +205,4 @@ def test_a_script_as_it_is_goes_on_from_its_checkpoint_after_a_crash(kit: Kit, s
     assert all(f"| rank {rank} has done step {STEPS}" in log for rank in (0, 1)), log
     (started,) = [event for event in events.read(find_runs.find(None).folder) if event.kind == "run-started"]
     assert "{snapshot_dir}" in shlex.join(started.get("command")), "as it was written"
+    assert "{snapshot_dir}" in shlex.join(find_runs.find(None).argv), "for a node that comes later"

@@ -25,6 +25,19 @@ def state(nodes: Nodes) -> State:
     return policy.begin(Rules.of(nodes.inventory), generation=3, host="a", port=4711, nodes=("a", "b"))
 
 
+def start_anew(nodes: Nodes, name: str, *, is_new: bool) -> NodePlan:
+    """Start it, with a supervisor that records what it runs; that."""
+    recorded: list[NodePlan] = []
+
+    def record(name: str, node: NodePlan) -> None:
+        recorded.append(node)
+        nodes.run.nodes = {**nodes.run.nodes, name: vars(node)}
+
+    nodes.client.start_anew(name, state(nodes), is_new=is_new, record=record)
+    (node,) = recorded
+    return node
+
+
 def test_what_a_node_runs_is_on_record_before_it_does(nodes: Nodes) -> None:
     recorded: list[tuple[str, NodePlan, int]] = []
 
@@ -40,6 +53,25 @@ def test_what_a_node_runs_is_on_record_before_it_does(nodes: Nodes) -> None:
     ((_, given),) = nodes.of("start")
     assert (given["spec"]["generation"], given["spec"]["local_addr"]) == (3, node.local_addr)
     assert (nodes.run.folder / "run.json").read_bytes() == before, "that is the supervisor's to write"
+
+
+@pytest.mark.parametrize(
+    ("argv", "run_by_c"),
+    [
+        (
+            ["python", "-u", "t.py", "--name={node}", "{run_id}", "{snapshot_dir}/last"],
+            ["python", "-u", "t.py", "--name=c", "lab-1", "/home/train/nodekit/runs/lab-1/c/snapshots/last"],
+        ),
+        ([], ["t.py", "as an older kit has recorded it"]),
+    ],
+)
+def test_a_node_that_comes_later_runs_the_command_with_its_own_names(
+    nodes: Nodes, argv: list[str], run_by_c: list[str]
+) -> None:
+    nodes.run.argv = argv
+    nodes.run.nodes["a"]["argv"] = ["t.py", "as an older kit has recorded it"]
+    started = start_anew(nodes, "c", is_new=True)
+    assert list(started.argv) == list(nodes.of("start")[0][1]["spec"]["argv"]) == run_by_c
 
 
 def test_a_node_that_cannot_be_recorded_is_not_started(nodes: Nodes) -> None:
