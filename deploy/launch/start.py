@@ -327,9 +327,9 @@ class _Starting:
                 said.append("in the shared folder")
                 return {}, _Code(run.code_digest, run.left_out)
             tree, left_out = self._reading.result()
-            targets = _send(tree, firsts, facts, run.run_id, self._options)
+            targets, digest = _send(tree, firsts, facts, run.run_id, self._options)
             said += [f"{count(tree.num_files, 'file')}, {size_text(tree.size_bytes)}", *left_out.said()]
-            return targets, _Code(tree.digest, left_out.to_dict())
+            return targets, _Code(digest, left_out.to_dict())
 
     def start_agents(self, client: NodeClient, planned: Plan, code: _Code) -> None:
         """Give the agents their go, and wait until workers run on every node."""
@@ -348,13 +348,13 @@ class _Starting:
             with run.changing():
                 _refuse_stopped(run)
                 run.judgement = state.to_dict()  # who votes, before any of them begins
+                run.code_digest, run.left_out = code.digest, code.left_out
             _on_nodes(
                 active, lambda name: client.start(name, state, state.port if name == state.host else None)
             )
             with run.changing():
                 _refuse_stopped(run)  # it came before the go of some, or between the gos
                 run.state = "running"
-                run.code_digest, run.left_out = code.digest, code.left_out
             _wait_started(client, active)
             said.append(f"{count(len(active), 'node')}, world size {planned.world_size}")
             if len(active) < len(client.channels):
@@ -449,7 +449,8 @@ def _send(
     facts: Mapping[str, check.Facts],
     run_id: str,
     options: Options,
-) -> dict[str, sync.Target]:
+) -> tuple[dict[str, sync.Target], str]:
+    """Send the code; where, and the digest of what is there now: it may have changed while it was sent."""
     targets = {
         name: sync.code_target(
             channel, tree, workdir=facts[name].workdir, dest=f"{facts[name].workdir}/runs/{run_id}/code"
@@ -457,8 +458,8 @@ def _send(
         for name, channel in firsts.items()
     }
     with sync.progress_bars(silent=options.quiet) as progress:
-        all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))
-    return targets
+        sent = all_or_raise(sync.send(tree, targets, timeout_s=SYNC_TIMEOUT_S, progress=progress))
+    return targets, next(iter(sent.values())).digest
 
 
 def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:

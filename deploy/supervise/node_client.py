@@ -122,7 +122,11 @@ class NodeClient:
         self._refuse_broken(name, facts[name])
         if problems := check.examine(alone, facts):
             raise KitErrors(problems)
-        record(name, self._planned(name, facts[name]))
+        planned = self._planned(name, facts[name])
+        code = self._lacking_code(planned)
+        if name not in self.run.nodes:  # an agent that the last stop did not reach runs the code of then
+            self._stop(planned, for_good=False)
+        record(name, planned)
         if not is_new and self.status(name)["fence"] < 0:
             raise HostError(
                 name, "its folder of this run is gone; it comes in anew when the others have let it go"
@@ -134,9 +138,8 @@ class NodeClient:
         if name == state.host:
             port = int(self._call(name, "hold_port", address=self.node(name).local_addr))
         self.prestart(name, secrets_of(self.inventory))
-        spec = f"{self.node(name).node_dir}/spec.json"
-        if not self.run.is_placed and self._call(name, "read_file", path=spec, limit_bytes=1) is None:
-            self._send_code(name, facts[name])  # its disk is new
+        if code is not None:
+            self._send_code(name, code, facts[name])
         if self.run.stopped_by:
             raise HostError(name, "the run is being stopped")
         self.start(name, dataclasses.replace(state, port=port or state.port), port, joins=True)
@@ -180,10 +183,13 @@ class NodeClient:
 
     def stop(self, name: str, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool = True) -> Any:
         """Stop a node's agent; what was found there. Not `for_good`: the job goes on without it."""
-        return self._channel(name).call(
+        return self._stop(self.node(name), grace_s=grace_s, force=force, for_good=for_good)
+
+    def _stop(self, node: NodePlan, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool) -> Any:
+        return self._channel(node.name).call(
             "stop",
             timeout_s=grace_s + STOP_MARGIN_S + agents.COPYING_GRACE_S + 5,
-            node_dir=self.node(name).node_dir,
+            node_dir=node.node_dir,
             grace_s=grace_s + STOP_MARGIN_S,
             force=force,
             for_good=for_good,
@@ -251,12 +257,29 @@ class NodeClient:
         """What all nodes run, as it was when the run began: the code here may be another by now."""
         return tuple(self.run.argv or next(iter(self.run.nodes.values()))["argv"])
 
-    def _send_code(self, name: str, found: check.Facts) -> None:
+    def _lacking_code(self, node: NodePlan) -> sync.Tree | None:
+        """The run's code, where a node has another: its disk is new, or it was away when the run was resumed.
+
+        Raises:
+            HostError: what is here is not the run's either.
+        """
+        if self.run.is_placed:
+            return None
+        there = self._call(node.name, "tree.digest_at", dest=node.code_dir)
+        wanted = self.run.code_digest
+        if there and there == (wanted or there):
+            return None
         tree = list_code(self.inventory, self.run.command)
-        if self.run.code_digest and tree.digest != self.run.code_digest:
+        if wanted and tree.digest != wanted:
+            has = "another version of this run's code" if there else "no copy of this run's code"
             raise HostError(
-                name, "it has no copy of this run's code, and the code here has changed since the run began"
+                node.name,
+                f"it has {has}, and the code here has changed since the run was started",
+                cure="kit down, then kit up, gives all nodes the code that is here",
             )
+        return tree
+
+    def _send_code(self, name: str, tree: sync.Tree, found: check.Facts) -> None:
         target = sync.code_target(
             self._channel(name), tree, workdir=found.workdir, dest=self.node(name).code_dir
         )

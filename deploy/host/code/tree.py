@@ -181,6 +181,13 @@ def _place(cache: str, dest: str, digest: str, rows: list[Row] | None, fresh: bo
     return placed
 
 
+def digest_at(dest: str) -> str:
+    """The digest of the tree that `place` made of `dest` last; "" where there is none, or no whole one."""
+    dest = _absolute(dest)
+    digest: str = treefiles.read_list(dest).get("digest", "") if os.path.isdir(dest) else ""
+    return digest
+
+
 def _size(path: str) -> int:
     """What overwriting a file gives back."""
     try:

@@ -199,7 +199,9 @@ def test_damaged_list_is_refused(code: Path, work: Path) -> None:
 
 
 def test_resumed_run_gets_the_new_tree_and_keeps_its_outputs(code: Path, work: Path) -> None:
+    assert tree.digest_at(str(work / "run1")) == ""
     put(code, work)
+    assert tree.digest_at(str(work / "run1")) == list_code(code).digest
     write(work / "run1/out/model.pt", b"weights")
     write(work / "run1/deep/er/log.txt", b"log")
     write(code / "-rf", b"new")
@@ -207,6 +209,7 @@ def test_resumed_run_gets_the_new_tree_and_keeps_its_outputs(code: Path, work: P
     (code / "deep/er/x.py").unlink()
     (code / "link").unlink()
     answer = put(code, work)
+    assert tree.digest_at(str(work / "run1")) == list_code(code).digest, "by what was put there"
     expected = {**content(code), "out/model.pt": (b"weights", False), "deep/er/log.txt": (b"log", False)}
     assert content(work / "run1") == expected
     assert (answer["kept"], answer["written"]) == ([], 2)

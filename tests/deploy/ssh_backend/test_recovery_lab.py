@@ -236,6 +236,35 @@ def test_a_host_that_is_not_there_at_the_start_comes_in_later(
     run.trained_as(unbroken)
 
 
+def test_a_host_that_was_away_when_the_run_was_resumed_runs_the_code_of_now(kit: Kit, lab: Lab) -> None:
+    """And a command with its own names: it is new to this start."""
+    text = "import sys, time\nprint({!r}, *sys.argv[1:], flush=True)\nwhile True: time.sleep(0.1)\n"
+    kit.inventory(nodes="2:3")
+
+    def up(version: str) -> None:
+        (kit.folder / "job.py").write_text(text.format(version))
+        started = kit.run("up", "lab.yaml", "-d", "--", "job.py", "{node}", "{snapshot_dir}")
+        assert started.returncode == 0, started.stdout + started.stderr
+
+    def runs(version: str, host: str) -> bool:
+        place = f"/root/nodekit/runs/{find_runs.find(None).run_id}/{host}"
+        logs = (lab.folder / "hosts" / host / f"upper{place}").glob("logs/rank*.log")
+        return any(f"{version} {host} {place}/snapshots\n" in each.read_text() for each in logs)
+
+    try:
+        up("v1")
+        until(lambda: all(runs("v1", host) for host in lab.hosts), timeout_s=60, what="v1 everywhere")
+        assert kit.run("down").returncode == 0
+        lab.crash("node3")
+        up("v2")
+        until(lambda: runs("v2", "node1") and runs("v2", "node2"), timeout_s=60, what="v2 where it was begun")
+        lab.revive("node3")
+        until(lambda: runs("v2", "node3"), timeout_s=90, what="v2 on node3")
+        assert kit.run("down").returncode == 0
+    finally:
+        make_whole(lab)
+
+
 def test_a_cut_host_that_comes_back_after_the_others_went_on(
     story: Callable[..., Story], unbroken: dict[int, float]
 ) -> None:

@@ -1,6 +1,7 @@
 """What is done to nodes by several threads at once: the record is only read, and channels may come and go."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from test_plan import facts
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer
-from nodekit.deploy.supervise import policy
+from nodekit.deploy.supervise import node_client, policy
 from nodekit.deploy.supervise.node_client import BrokenHost
 from nodekit.deploy.supervise.state import Rules, State
+from nodekit.deploy.sync import sync
+from nodekit.deploy.sync.sync import Target
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 
 
@@ -72,6 +75,58 @@ def test_a_node_that_comes_later_runs_the_command_with_its_own_names(
     nodes.run.nodes["a"]["argv"] = ["t.py", "as an older kit has recorded it"]
     started = start_anew(nodes, "c", is_new=True)
     assert list(started.argv) == list(nodes.of("start")[0][1]["spec"]["argv"]) == run_by_c
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "outcome"),
+    [
+        ("run's", "changed", "kept"),
+        ("old", "run's", "sent"),
+        ("", "run's", "sent"),
+        (
+            "old",
+            "changed",
+            "c: it has another version of this run's code, and the code here has changed since",
+        ),
+        ("", "changed", "c: it has no copy of this run's code, and the code here has changed since"),
+    ],
+)
+def test_a_node_trains_with_the_code_that_the_others_have(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, there: str, here: str, outcome: str
+) -> None:
+    """One that was away when the run was resumed has that of the start before."""
+    sent: list[str] = []
+
+    def send(tree: Any, targets: dict[str, Target], **_: Any) -> dict[str, None]:
+        assert not nodes.of("start")
+        sent.extend(each.dest for each in targets.values())
+        return {}
+
+    nodes.run.is_placed, nodes.run.code_digest = False, "run's"
+    nodes.answers["tree.digest_at"] = lambda *_: there
+    tree = SimpleNamespace(digest=here, root=Path("/here"))
+    monkeypatch.setattr(node_client, "list_code", lambda *_: tree)
+    monkeypatch.setattr(sync, "send", send)
+    if outcome in ("kept", "sent"):
+        node = start_anew(nodes, "c", is_new=True)
+        assert sent == ([node.code_dir] if outcome == "sent" else [])
+        return
+    with pytest.raises(HostError, match=outcome):
+        start_anew(nodes, "c", is_new=True)
+    assert "c" not in nodes.run.nodes, "its agent of then would be called in"
+    assert nodes.of("prestart") == nodes.of("start") == []
+
+
+def test_an_agent_that_the_stop_before_a_resume_did_not_reach_is_ended(nodes: Nodes) -> None:
+    def stopped(host: str, args: dict[str, Any]) -> dict[str, Any]:
+        assert (host, args["for_good"]) == ("c", False)
+        assert host not in nodes.run.nodes
+        return {"was": "running", "killed": False}
+
+    nodes.answers["stop"] = stopped
+    start_anew(nodes, "c", is_new=True)
+    start_anew(nodes, "b", is_new=False)
+    assert len(nodes.of("stop")) == 1
 
 
 def test_a_node_that_cannot_be_recorded_is_not_started(nodes: Nodes) -> None:
