@@ -176,15 +176,24 @@ def one_per_folder(facts: Mapping[str, Facts]) -> dict[str, list[str]]:
     return {names[0]: names for names in groups.values()}
 
 
-def examine(inventory: Inventory, facts: Mapping[str, Facts]) -> list[HostError]:
-    """Return everything that would keep the job from running, as errors; pure."""
-    return [HostError(each.host, *each.problem) for each in needed(inventory, facts)]
+def examine(
+    inventory: Inventory, facts: Mapping[str, Facts], *, others: Sequence[str] = ()
+) -> list[HostError]:
+    """Return everything that would keep the job from running, as errors; pure.
+
+    Args:
+        inventory: what the cluster is.
+        facts: of the hosts that are to run it.
+        others: the versions of torch on hosts that run it already.
+    """
+    return [HostError(each.host, *each.problem) for each in needed(inventory, facts, others=others)]
 
 
-def needed(inventory: Inventory, facts: Mapping[str, Facts]) -> list[Finding]:
-    """Return everything that would keep the job from running, as findings; pure."""
+def needed(inventory: Inventory, facts: Mapping[str, Facts], *, others: Sequence[str] = ()) -> list[Finding]:
+    """Return everything that would keep the job from running, as findings, by the same; pure."""
     problems: list[Finding] = []
-    torches = collections.Counter(found.torch for found in facts.values() if found.torch)
+    # Those who run it first: of as many, the first is the most common.
+    torches = collections.Counter([*others, *(found.torch for found in facts.values() if found.torch)])
     common = torches.most_common(1)[0][0] if torches else None
     for host in inventory.hosts:
         if (found := facts.get(host.name)) is None:

@@ -71,6 +71,8 @@ class NodePlan:
     node_dir: str
     """This node's folder of the run: spec, status, logs, snapshots, output."""
     kit_dir: str
+    torch: str = ""
+    """The version of torch there; "" in old records."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,7 @@ def build(
     master_port: int,
     kit_digest: str,
     command: Sequence[str] | None = None,
+    others: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plan:
     """Build the plan of a run. Hosts without facts are left out, and keep their node_rank.
 
@@ -274,6 +277,7 @@ def build(
         peers: host → addresses of the others, as `facts` has routes to them.
         master_port: found free on the first of them.
         command: the user's, in place of the inventory's.
+        others: node → GPUs of those that are in the job already.
 
     Raises:
         KitError: with one line for each host without a single interface, or with GPUs unlike the others.
@@ -283,7 +287,7 @@ def build(
     _refuse_unsafe_torch(argv, facts)
     own = host_gpus.share(hosts, {host.name: facts[host.name].gpus for host in hosts})
     chosen, unclear = choose_interfaces(inventory, hosts, facts, peers)
-    _refuse(unclear.values(), own, inventory.job.nproc_per_node)
+    _refuse(unclear.values(), own, inventory.job.nproc_per_node, others)
     num_workers = {name: inventory.job.nproc_per_node or len(gpus) or 1 for name, gpus in own.items()}
     threads = share_threads(facts, num_workers)
     nodes = []
@@ -315,6 +319,7 @@ def build(
             code_dir=f"{run_dir}/code",
             node_dir=node_dir,
             kit_dir=f"{found.workdir}/kit/{kit_digest}",
+            torch=found.torch or "",
         )
         nodes.append(node)
     return Plan(run_id, tuple(nodes))
@@ -343,20 +348,24 @@ def _refuse_unsafe_torch(argv: Sequence[str], facts: Mapping[str, Facts]) -> Non
 
 
 def _refuse(
-    unclear: Iterable[HostError], gpus: Mapping[str, Sequence[Gpu]], nproc_per_node: int | None
+    unclear: Iterable[HostError],
+    gpus: Mapping[str, Sequence[Gpu]],
+    nproc_per_node: int | None,
+    others: Mapping[str, Collection[int]],
 ) -> None:
     """Raise these errors, and those of hosts whose GPUs are fewer than others' or than their ranks."""
     errors: list[KitError] = [*unclear]
-    with_gpus = [name for name, own in gpus.items() if own]
-    for name in with_gpus:
+    for name in (name for name, own in gpus.items() if own):
         if (nproc_per_node or 0) > len(gpus[name]):
             found = (
                 f"`job.nproc_per_node: {nproc_per_node}`, but it has {len(gpus[name])} GPU(s) for its ranks"
             )
             cure = "set it lower, or `gpus: 0` to train on the CPU"
             errors.append(HostError(name, found, wanted="a GPU for each, as NCCL needs it", cure=cure))
-    if with_gpus and len(with_gpus) < len(gpus):
-        without = [name for name, own in gpus.items() if not own]
+    everywhere = {**others, **gpus}
+    with_gpus = [name for name, own in everywhere.items() if own]
+    if with_gpus and len(with_gpus) < len(everywhere):
+        without = [name for name, own in everywhere.items() if not own]
         errors.append(
             KitError(
                 f"{', '.join(without)}: no GPU, but {', '.join(with_gpus)} have some; a job runs on GPUs everywhere "
@@ -411,7 +420,12 @@ def moved(node: NodePlan, inventory: Inventory, found: Facts, peers: Sequence[st
     interface, address = choose_interface(host, found, inventory.network, tuple(peers))
     env = {**node.env, **sockets(interface, address), **host.env, **inventory.job.env}
     return dataclasses.replace(
-        node, interface=interface, local_addr=address, python=found.executable, env=env
+        node,
+        interface=interface,
+        local_addr=address,
+        python=found.executable,
+        torch=found.torch or "",
+        env=env,
     )
 
 

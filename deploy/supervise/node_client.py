@@ -91,7 +91,7 @@ class NodeClient:
         )
 
     def start_anew(
-        self, name: str, state: State, *, is_new: bool, record: Callable[[str, NodePlan], None]
+        self, name: str, state: State, *, is_new: bool, record: Callable[[str, NodePlan, float], None]
     ) -> None:
         """Start the agent on a node that has none, after looking at its host anew.
 
@@ -99,7 +99,8 @@ class NodeClient:
             name: the node's.
             state: what the generation is.
             is_new: it may lack the run's folder, and gets one.
-            record: has the run's record say what the node runs, before it does: who takes over finds it there.
+            record: has the run's record say what the node runs, and how far its clock is from ours in seconds,
+                before it does: who takes over finds it there.
 
         Raises:
             HostError: the host is not fit, or cannot be reached.
@@ -120,13 +121,14 @@ class NodeClient:
         digest = self._package.digest
         facts = check.gather({name: channel}, alone, kit_digest=digest, peers=self._peers, files=files)
         self._refuse_broken(name, facts[name])
-        if problems := check.examine(alone, facts):
+        others = [each.get("torch", "") for other, each in self.run.nodes.items() if other != name]
+        if problems := check.examine(alone, facts, others=[each for each in others if each]):
             raise KitErrors(problems)
         planned = self._planned(name, facts[name])
         code = self._lacking_code(planned)
         if name not in self.run.nodes:  # an agent that the last stop did not reach runs the code of then
             self._stop(planned, for_good=False)
-        record(name, planned)
+        record(name, planned, facts[name].clock_offset_s)
         if not is_new and self.status(name)["fence"] < 0:
             raise HostError(
                 name, "its folder of this run is gone; it comes in anew when the others have let it go"
@@ -248,6 +250,7 @@ class NodeClient:
             master_port=0,
             kit_digest=self._package.digest,
             command=self.run.command,
+            others={other: each["gpus"] for other, each in self.run.nodes.items()},
         ).nodes
         folder = node.env["NODEKIT_SNAPSHOT_DIR"]
         argv = plan.filled(self._argv(), snapshot_dir=folder, run_id=self.run.run_id, node=name)

@@ -54,8 +54,8 @@ class RecordWriter:
             self._view.say(f"{self._run.folder} can be written again{lost}", is_event=True)
         return True
 
-    def write_plan(self, name: str, node: NodePlan) -> None:
-        """Put what a node runs on record.
+    def write_plan(self, name: str, node: NodePlan, clock_offset_s: float) -> None:
+        """Put what a node runs on record, and how far its clock is from ours.
 
         Raises:
             NotWritten: it cannot be, which is told of.
@@ -63,6 +63,9 @@ class RecordWriter:
         try:
             with self._run.changing(mends=True) as is_damaged:
                 self._run.nodes = {**self._run.nodes, name: dataclasses.asdict(node)}
+                offsets = {**self._run.clock_offsets, name: clock_offset_s}
+                self._run.clock_offsets = offsets
+                self._run.skew_s = max(offsets.values()) - min(offsets.values())
         except NotWritten as error:
             self.cannot_write(str(error))
             raise

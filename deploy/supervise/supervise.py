@@ -273,22 +273,22 @@ class Supervisor:
         finally:
             self._queue.put((name, "busy", ""))
 
-    def _record(self, name: str, node: NodePlan) -> None:
-        """Have what a node runs written down by the thread that watches, and wait until it is.
+    def _record(self, name: str, node: NodePlan, clock_offset_s: float) -> None:
+        """Have what a node runs, and its clock, written down by the thread that watches, and wait until it is.
 
         Raises:
             KitError: it cannot be written, or that thread is about to end.
         """
         written: Future[None] = Future()
-        self._queue.put((name, "plan", (node, written)))
+        self._queue.put((name, "plan", (node, clock_offset_s, written)))
         while not self._closing.is_set():
             with contextlib.suppress(NotYet):
                 return written.result(timeout=TICK_S)
         raise KitError("the run is being ended")
 
-    def _write_plan(self, name: str, node: NodePlan, written: Future[None]) -> None:
+    def _write_plan(self, name: str, node: NodePlan, clock_offset_s: float, written: Future[None]) -> None:
         try:
-            self._writer.write_plan(name, node)
+            self._writer.write_plan(name, node, clock_offset_s)
         except NotWritten as error:
             written.set_exception(error)
         else:

@@ -1,5 +1,7 @@
 """What is done to nodes by several threads at once: the record is only read, and channels may come and go."""
 
+import contextlib
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,8 @@ import pytest
 from fake_nodes import NAMES, FakeChannel, Nodes
 from test_plan import facts
 
+from nodekit.deploy.plan import check
+from nodekit.deploy.plan.check import Interface
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer
@@ -32,7 +36,7 @@ def start_anew(nodes: Nodes, name: str, *, is_new: bool) -> NodePlan:
     """Start it, with a supervisor that records what it runs; that."""
     recorded: list[NodePlan] = []
 
-    def record(name: str, node: NodePlan) -> None:
+    def record(name: str, node: NodePlan, clock_offset_s: float) -> None:
         recorded.append(node)
         nodes.run.nodes = {**nodes.run.nodes, name: vars(node)}
 
@@ -44,7 +48,7 @@ def start_anew(nodes: Nodes, name: str, *, is_new: bool) -> NodePlan:
 def test_what_a_node_runs_is_on_record_before_it_does(nodes: Nodes) -> None:
     recorded: list[tuple[str, NodePlan, int]] = []
 
-    def record(name: str, node: NodePlan) -> None:
+    def record(name: str, node: NodePlan, clock_offset_s: float) -> None:
         recorded.append((name, node, len(nodes.of("prestart"))))
         nodes.run.nodes = {**nodes.run.nodes, name: vars(node)}
 
@@ -130,12 +134,47 @@ def test_an_agent_that_the_stop_before_a_resume_did_not_reach_is_ended(nodes: No
 
 
 def test_a_node_that_cannot_be_recorded_is_not_started(nodes: Nodes) -> None:
-    def record(name: str, node: NodePlan) -> None:
+    def record(name: str, node: NodePlan, clock_offset_s: float) -> None:
         raise NotWritten("no room")
 
     with pytest.raises(KitError, match="no room"):
         nodes.client.start_anew("b", state(nodes), is_new=False, record=record)
     assert nodes.of("prestart") == nodes.of("start") == []
+
+
+@pytest.mark.parametrize(
+    ("others_gpus", "changes", "refusal"),
+    [
+        ([], {}, ""),
+        ([0], {"num_gpus": 1}, ""),
+        ([], {"torch": "2.12.1"}, "c: torch 2.12.1, but 2 of the hosts have 2.13.0, wanted the same on all"),
+        ([0], {}, "c: no GPU, but a, b have some; a job runs on GPUs everywhere or nowhere"),
+        ([], {"num_gpus": 1}, "a, b: no GPU, but c have some"),
+    ],
+)
+def test_a_node_that_comes_later_has_what_those_have_who_train(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch,
+    others_gpus: list[int], changes: dict[str, Any], refusal: str,
+) -> None:  # fmt: skip
+    for each in nodes.run.nodes.values():
+        each["gpus"] = others_gpus
+    found = facts("c", Interface("eth0", True, ("10.0.0.3",)), **changes)
+    monkeypatch.setattr(check, "gather", lambda *_, **__: {"c": found})
+    with pytest.raises(KitError, match=re.escape(refusal)) if refusal else contextlib.nullcontext():
+        start_anew(nodes, "c", is_new=True)
+    assert ("c" in nodes.run.nodes) == bool(nodes.of("start")) == (not refusal)
+
+
+@pytest.mark.parametrize("torch", ["2.12.1", "2.13.0"])
+def test_a_node_that_comes_back_has_what_the_others_have_and_not_what_it_had(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, torch: str
+) -> None:
+    nodes.run.nodes["a"]["torch"] = "2.12.1"
+    found = facts("b", Interface("eth0", True, ("10.0.0.2",)), torch=torch)
+    monkeypatch.setattr(check, "gather", lambda *_, **__: {"b": found})
+    is_same = torch == "2.12.1"
+    with contextlib.nullcontext() if is_same else pytest.raises(KitError, match=r"1 of the hosts have 2\.12"):
+        assert start_anew(nodes, "b", is_new=False).torch == torch
 
 
 @pytest.mark.parametrize(

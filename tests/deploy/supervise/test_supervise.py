@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from agents import until
 from disks import full, small_disk
-from fake_nodes import NAMES, Nodes
+from fake_nodes import NAMES, Nodes, facts
 
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.ranks.failures import Failure
 from nodekit.deploy.host import files
+from nodekit.deploy.plan import check
 from nodekit.deploy.records import events, find_runs, runs
 from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.screen.view import View
@@ -269,6 +270,26 @@ def test_however_threads_interleave_nothing_older_is_recorded_and_nothing_is_don
         assert set(before["nodes"]) <= set(after["nodes"]), "a node that runs is not forgotten"
     assert nodes.of("start")
     assert {name for name, _ in nodes.of("start")} <= set(find_runs.find(None).nodes)
+
+
+def test_the_clock_of_a_node_that_comes_later_is_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    with nodes.run.changing():
+        nodes.run.clock_offsets = {"a": -0.5, "b": 0.25}
+    found = dataclasses.replace(facts("c", address="10.0.0.3"), clock_offset_s=7.0)
+    monkeypatch.setattr(check, "gather", lambda *_, **__: {"c": found})
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        is_over = bool(nodes.of("start")) or number > 10_000
+        return state, [Start("c", is_new=True)] if number == 1 else [Finish("succeeded")] if is_over else []
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+    run = find_runs.find(None)
+    assert run.clock_offsets == {"a": -0.5, "b": 0.25, "c": 7.0}
+    assert run.skew_s == 7.5
 
 
 def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
