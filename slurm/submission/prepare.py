@@ -104,11 +104,11 @@ def prepare(
         warn(f"warning: {problem}")
     with phases.phase("sync") as said:
         target = sync.code_target(channel, tree, workdir=ready.shared_dir, dest=f"{ready.run_dir}/code")
-        all_or_raise(sync.send(tree, {LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
+        sent = all_or_raise(sync.send(tree, {LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         all_or_raise(sync.finish_caching({LOGIN: target}, timeout_s=SYNC_TIMEOUT_S))
         left_out = leftout.find(tree, argv)
         said += [f"{count(tree.num_files, 'file')}, {tree.size_bytes / 1e6:.1f} MB", *left_out.said()]
-    ready = dataclasses.replace(ready, code_digest=tree.digest, left_out=left_out.to_dict())
+    ready = dataclasses.replace(ready, code_digest=sent[LOGIN].digest, left_out=left_out.to_dict())
     if problem := _script_problem(ready, inventory, argv):
         warn(f"warning: {problem}")
     return ready

@@ -27,6 +27,7 @@ from nodekit.deploy.launch.options import Options, StopOptions
 from nodekit.deploy.records import events, find_runs, locks, runs
 from nodekit.deploy.ssh_backend.backend import SshBackend
 from nodekit.deploy.supervise.node_client import NodeClient
+from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 
@@ -454,6 +455,27 @@ def test_a_run_keeps_the_code_it_started_with(local: Kit) -> None:
     assert up.wait(60) == 0
     assert "it is old" in local.log()
     assert "it is new" not in local.log()
+
+
+def test_the_code_on_record_is_what_was_sent_though_a_file_changed_meanwhile(
+    local: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By that a node that comes back with an empty disk is given the code again, or refused."""
+    (local.folder / "job.py").write_text("print('up', flush=True)\n")
+    real, changed = sync.bring, []
+
+    def bring(delivery: Any) -> None:
+        if not changed:
+            changed.append("part.py")
+            (local.folder / "part.py").write_text("WORD = 'new'\n")
+        real(delivery)
+
+    (local.folder / "part.py").write_text("WORD = 'old'\n")
+    monkeypatch.chdir(local.folder)
+    monkeypatch.setattr(sync, "bring", bring)
+    assert cli.main(["up", "two nodes.yaml", "--", "job.py"]) == 0
+    assert changed
+    assert find_runs.find(None).code_digest == sync.list_code(local.folder).digest
 
 
 # The shape of many public programs: data lies beside the script, git is not for it, and some of it is optional.
