@@ -157,7 +157,7 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
             print(f"{run.run_id} is stopped; {resume_command(run)} goes on with it", flush=True)
             bring_logs(run, channel)
             return runs.STOPPED_EXIT
-        return conclude(run, channel, watched.job)
+        return conclude(run, channel, watched.job, is_shown=not options.quiet)
 
 
 class _Shown:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from nodekit.deploy.commands import cli
 from nodekit.deploy.connect.channel import ChannelLost
 from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.launch.options import Options
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen.screen import lines
 from nodekit.deploy.screen.view_model import ViewModel
@@ -53,6 +55,8 @@ class Folder:
                     "weights": "",
                     "written": None,
                 }
+            case "hostfollow.logs":
+                return {}, []
             case "execute":
                 return {"status": 1, "out": "", "err": "no accounts"}
         raise AssertionError(op)
@@ -115,7 +119,8 @@ def folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Folder]
         {"time": 6.0, "node": "n1", "kind": "agent-ended", "state": "failed"},
     ]
     channel = Folder(record, told)
-    monkeypatch.setattr(live, "login", lambda *_: contextlib.nullcontext(channel))
+    for each in (live, runner):
+        monkeypatch.setattr(each, "login", lambda *_: contextlib.nullcontext(channel))
     monkeypatch.setattr(live, "fits_screen", lambda **_: True)
     monkeypatch.setattr(live, "FullScreen", NoScreen)
     monkeypatch.setattr(live, "_follow", lambda *_: Job(job_id="7", state="FAILED", reason="NonZeroExitCode"))
@@ -139,6 +144,20 @@ def test_a_live_view_ends_with_the_verdict(
     job = Job(job_id="7", state="FAILED")
     assert runner.conclude(run, channel, job) == 3  # type: ignore[arg-type]  # all that is called
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_without_the_leaders_output_the_verdict_is_told_here(
+    quiet: bool,
+    folder: tuple[Run, Folder],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, _ = folder
+    monkeypatch.setattr(runner.Slurm, "job", lambda *_: Job(job_id="7", state="FAILED"))
+    assert runner.watch(run, Options(inventory=Path(run.inventory_path), quiet=quiet)) == 3
+    verdict = "big-1 failed: rank 0 on n1 failed (exit status 1)\n"
+    assert capsys.readouterr().out.count(verdict) == quiet, "the leader has told it where that is shown"
 
 
 def test_a_live_view_of_a_success_ends_with_where_everything_is(
