@@ -148,11 +148,10 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
                 raise
             with cancelling(run.run_id, [run], str(interrupt) or "Ctrl-C"):
                 print(f"cancelling job {job_id}", flush=True)
-                is_over = _cancel(slurm, job_id)
+                _cancel(slurm, job_id)
             while shown.more(final=True):
                 pass
-            if is_over:
-                forget_secrets(run, channel)
+            forget_secrets(run, channel)
             run.finish_stopped()
             print(f"{run.run_id} is stopped; {resume_command(run)} goes on with it", flush=True)
             bring_logs(run, channel)
@@ -186,16 +185,22 @@ class _Shown:
         return bool(found)
 
 
-def _cancel(slurm: Slurm, job_id: str) -> bool:
-    """Cancel a job and wait until it is over; whether it is."""
+def _cancel(slurm: Slurm, job_id: str) -> None:
+    """Cancel a job and wait until it is over.
+
+    Raises:
+        KitError: it is not; the next `kit up` would start another one beside it, if its end was on record.
+    """
     is_taken, watched = False, Watched(slurm, job_id)
     deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline:
         is_taken = is_taken or slurm.cancel(job_id)
         if watched.look():
-            return True
+            return
         time.sleep(POLL_S)
-    return False
+    raise KitError(
+        f"job {job_id} is still there {STOP_S:.0f} s after scancel", cure=f"see squeue --job {job_id}"
+    )
 
 
 def conclude(run: Run, channel: HostChannel, job: Job, *, is_shown: bool = True) -> int:
@@ -269,11 +274,7 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
             bring_logs(run, channel, is_asked=fetch)
             return 0
         with cancelling(run.run_id, [run], by):
-            is_over = _cancel(slurm, job_id)
-        if not is_over:
-            raise KitError(
-                f"job {job_id} is still there {STOP_S:.0f} s after scancel", cure=f"see squeue --job {job_id}"
-            )
+            _cancel(slurm, job_id)
         forget_secrets(run, channel)
         run.finish_stopped()
         print(f"{run.run_id} is stopped")

@@ -18,12 +18,12 @@ from nodekit.deploy.launch.options import Options
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen.screen import lines
 from nodekit.deploy.screen.view_model import ViewModel
-from nodekit.inventory.errors import HostError
+from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump, load_inventory, restore
 from nodekit.inventory.schema import Host
 from nodekit.slurm import run as runner
 from nodekit.slurm import watch as live
-from nodekit.slurm.cluster import login
+from nodekit.slurm.cluster import jobs, login
 from nodekit.slurm.cluster.jobs import Job
 
 
@@ -158,6 +158,26 @@ def test_without_the_leaders_output_the_verdict_is_told_here(
     assert runner.watch(run, Options(inventory=Path(run.inventory_path), quiet=quiet)) == 3
     verdict = "big-1 failed: rank 0 on n1 failed (exit status 1)\n"
     assert capsys.readouterr().out.count(verdict) == quiet, "the leader has told it where that is shown"
+
+
+def test_a_run_whose_job_cannot_be_cancelled_is_not_on_record_as_stopped(
+    folder: tuple[Run, Folder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's controller is away, say: of a run that is over, the next `kit up` would start a second job."""
+    run, _ = folder
+    answers = iter((KeyboardInterrupt, *(jobs.Unanswered("login: no answer") for _ in range(1000))))
+
+    def job(*_: object) -> Job:
+        raise next(answers)
+
+    monkeypatch.setattr(runner.Slurm, "job", job)
+    monkeypatch.setattr(runner, "STOP_S", 0.1)
+    monkeypatch.setattr(runner, "POLL_S", 0.02)
+    with pytest.raises(KitError, match="job 7 is still there 0 s after scancel"):
+        runner.watch(run, Options(inventory=Path(run.inventory_path)))
+    run.reload()
+    assert run.state == "running"
+    assert "is stopped" not in capsys.readouterr().out
 
 
 def test_a_live_view_of_a_success_ends_with_where_everything_is(
