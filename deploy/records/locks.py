@@ -35,6 +35,19 @@ def locked(path: Path) -> IO[str] | None:
     return file
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process has this file locked."""
+    try:
+        with path.open() as file:
+            # Shared, and let go at once: it must not keep a supervisor from taking over.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _sign(file: IO[str]) -> None:
     with contextlib.suppress(OSError):  # a full disk: it is locked all the same
         os.ftruncate(file.fileno(), 0)
@@ -104,6 +117,11 @@ def starting(inventory_path: Path) -> Iterator[None]:
 def starting_lock(run: Run) -> Path:
     """What a `kit up` holds that is just starting a run of the same inventory."""
     return _starting_path(str(Path(run.inventory_path).resolve()))
+
+
+def is_starting(run: Run) -> bool:
+    """Whether a `kit up` is just starting a run."""
+    return run.state == "starting" and is_held(starting_lock(run))
 
 
 def _starting_path(inventory_path: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,19 +79,7 @@ def is_left(run: runs.Run) -> bool:
     """Whether a run is on record as running here, and no process is that starts or supervises it."""
     if run.state not in runs.LIVE or not run.is_led_here:
         return False
-    return not any(_is_held(path) for path in (run.folder / "supervisor.lock", locks.starting_lock(run)))
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        with path.open() as file:
-            # Shared, and let go at once: it must not keep a supervisor from taking over.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return not any(locks.is_held(path) for path in (run.folder / "supervisor.lock", locks.starting_lock(run)))
 
 
 def chosen(found: Sequence[runs.Run], name: str | None, last: int | None) -> list[runs.Run]:

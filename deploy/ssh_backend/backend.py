@@ -106,6 +106,9 @@ class SshBackend:
         inventory = restore(run.inventory)
         hosts = {host.name: host for host in inventory.hosts}
         rules = Rules.of(inventory)
+        if locks.is_starting(run):
+            print(f"{run.run_id} is starting; kit watch shows it when it runs")
+            return 0
         with cluster.channels(inventory.hosts, ssh, some=True) as channels:
             is_led = _is_led(run)
             if not is_led and not _is_alive(run, channels):
@@ -146,6 +149,7 @@ class SshBackend:
         """What a run and each of its nodes does; of a node that cannot be reached, what was last heard of it."""
         with cluster.channels(restore(run.inventory).hosts, ssh, some=True) as channels:
             found = _statuses(run, channels)
+        is_starting = locks.is_starting(run)
         alive = any(status["alive"] for status in found.values())
         heard: dict[str, NodeStatus] = {}
         drained: dict[str, str] = {}
@@ -165,6 +169,9 @@ class SshBackend:
         for name in run.nodes:
             if (status := found.get(name)) is not None:
                 out = ""
+                if not status["alive"] and is_starting:
+                    status["state"] = lines[name] = "starting"  # the rest is of an earlier start
+                    continue
                 if not status["alive"] and status.get("state") not in runs.ENDED:
                     out = drain.line(drained, name)
                     status["state"] = "drained" if out else absence(status)
@@ -174,7 +181,7 @@ class SshBackend:
             if name in last:
                 when = time.strftime("%m-%d %H:%M:%S", time.localtime(last[name]["time"]))
                 lines[name] += f"; last heard of {when}: {status_line(last[name], now=last[name]['time'])}"
-        is_known = run.state in runs.ENDED or alive
+        is_known = run.state in runs.ENDED or alive or is_starting
         state = run.state if is_known else "ended while nobody watched; kit up goes on"
         return Status(state=state, lines=said, nodes=lines, data={"state": state, "status": data})
 

@@ -195,6 +195,28 @@ def test_a_run_that_is_stopped_while_it_starts_does_not_start(
     assert not any(each["alive"] for each in nodes().values())
 
 
+def test_a_run_that_is_being_started_is_told_as_that(local: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    (local.folder / "job.py").write_text("print('up', flush=True)\n")
+    real, told = sync.send_package, []
+
+    def look_first(*args: Any, **more: Any) -> None:
+        told.append({name: local.run(*name.split()).stdout for name in ("status", "status --json", "watch")})
+        real(*args, **more)
+
+    monkeypatch.chdir(local.folder)
+    monkeypatch.setattr(sync, "send_package", look_first)
+    for _ in ("a first start", "one whose nodes tell of the first"):
+        assert cli.main(["up", "two nodes.yaml", "--", "job.py"]) == 0
+        found = find_runs.find(None)
+        found.state = "failed"
+        found.save()
+    assert len(told) == 2
+    for each in told:
+        assert each["status"] == f"{found.run_id}  starting\n  a  starting\n  b  starting\n"
+        assert json.loads(each["status --json"])["state"] == "starting"
+        assert each["watch"] == f"{found.run_id} is starting; kit watch shows it when it runs\n"
+
+
 def interrupt() -> None:
     """As Ctrl-C does; whatever it interrupts is interrupted by then."""
     os.kill(os.getpid(), signal.SIGINT)
