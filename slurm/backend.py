@@ -15,7 +15,7 @@ from nodekit.deploy.records import events, find_runs, locks, runs
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run, RunFolder
 from nodekit.deploy.screen.verdict_screen import resume_command
-from nodekit.deploy.screen.view import fits_screen
+from nodekit.deploy.screen.view import fits_screen, show_last
 from nodekit.deploy.story.status import Status, status_line
 from nodekit.deploy.supervise.state import Rules
 from nodekit.inventory.errors import HostError, KitError
@@ -82,12 +82,24 @@ class SlurmBackend:
         """Show a run until its job is over or the user leaves; the exit status."""
         from nodekit.slurm import watch as live
 
+        runner.refuse_while_submitted(run)
+        if not run.slurm["job_id"] and not runner.is_there(run, ssh):
+            return show_last(run, *self.history(run, ssh))
         return live.watch(run, ssh, plain=plain)
 
     def status(self, run: Run, ssh: SshOptions) -> Status:
         """What the job of a run, and each of its nodes, is doing; how it ended is written down."""
+        if runner.is_being_submitted(run):
+            return Status(
+                state=run.state,
+                lines=["kit up is submitting its job"],
+                nodes={},
+                data={"job": None, "used": None, "status": {}},
+            )
         with login(restore(run.inventory), ssh) as channel:
-            watched = Watched(Slurm(channel), run.slurm["job_id"])
+            slurm = Slurm(channel)
+            runner.find_job(run, slurm)
+            watched = Watched(slurm, run.slurm["job_id"])
             watched.look()
             job, line = watched.job, watched.line
             record = record_of(run, channel)
@@ -96,7 +108,7 @@ class SlurmBackend:
             absent = shared_folder.absent_nodes(run, channel)
             used = None
             if job.is_over:
-                used = usage(Slurm(channel), run.slurm["job_id"])
+                used = usage(slurm, run.slurm["job_id"])
                 forget_secrets(run, channel)
                 if run.state not in runs.ENDED:
                     record_end(run, channel, job)
@@ -108,7 +120,10 @@ class SlurmBackend:
         }
         return Status(
             state=run.state,
-            lines=[f"job {run.slurm['job_id']} {line}", *([f"used {used.line()}"] if used else [])],
+            lines=[
+                f"job {run.slurm['job_id']} {line}" if run.slurm["job_id"] else "no job in Slurm's queue",
+                *([f"used {used.line()}"] if used else []),
+            ],
             nodes=nodes,
             data={
                 "job": dataclasses.asdict(job),
@@ -162,7 +177,9 @@ class SlurmBackend:
         """Its job; how one ended that is over is written down."""
         if run.state in runs.ENDED or LOGIN not in channels:
             return ""
-        job = Slurm(channels[LOGIN]).job(run.slurm["job_id"])
+        slurm = Slurm(channels[LOGIN])
+        runner.find_job(run, slurm)
+        job = slurm.job(run.slurm["job_id"])
         if not job.is_over:
             return f"{run.run_id}: job {run.slurm['job_id']} {job.line()}; kit down {run.run_id} cancels it"
         record_end(run, channels[LOGIN], job)
@@ -189,7 +206,11 @@ class SlurmBackend:
     def is_over(self, run: Run, channels: Mapping[str, HostChannel], *, all_gone: bool) -> bool:
         """Whether Slurm has no such job any more."""
         try:
-            return Slurm(channels[LOGIN]).job(run.slurm["job_id"]).is_over
+            if runner.is_being_submitted(run):
+                return False
+            slurm = Slurm(channels[LOGIN])
+            runner.find_job(run, slurm)
+            return slurm.job(run.slurm["job_id"]).is_over
         except (HostError, Unanswered):  # whoever reads tells of a host, and tries again
             return False
 

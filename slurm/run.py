@@ -10,24 +10,25 @@ import contextlib
 import functools
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from nodekit.deploy.connect.channel import ChannelLost, HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.launch import watch as leading
 from nodekit.deploy.launch.options import Options
-from nodekit.deploy.output.interrupts import sigterm_interrupts
-from nodekit.deploy.output.phases import Phases
-from nodekit.deploy.records import events, fetchlogs, runs, secret_files
+from nodekit.deploy.output.interrupts import Interrupts, NothingLeft, sigterm_interrupts
+from nodekit.deploy.output.phases import Phases, count
+from nodekit.deploy.records import events, fetchlogs, locks, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen.verdict_screen import resume_command, with_left_out
 from nodekit.deploy.story.verdict import verdict_of
 from nodekit.deploy.supervise.node_client import secrets_of
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import HostError, KitError, NotWritten
 from nodekit.inventory.load import dump, restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import metrics
 from nodekit.slurm.cluster.accounts import usage
-from nodekit.slurm.cluster.jobs import Job, Slurm, Watched
+from nodekit.slurm.cluster.jobs import Job, Slurm, Unanswered, Watched
 from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, LoginAgain, cancelling, login
 from nodekit.slurm.cluster.shared_folder import fetch_logs, forget_secrets, record_end, record_of
 from nodekit.slurm.submission.prepare import Ready, prepare
@@ -58,11 +59,8 @@ def start(inventory: Inventory, resumed: Run | None, options: Options) -> Run:
             notify_secrets=secret_files.notify_secrets(inventory),
         )
         ready.place(ready.run_dir, inventory, options.command)
-        with phases.phase("submit") as said:
-            (job_id,) = ready.submit([ready.run_dir])
-            said.append(f"job {job_id}")
-    run = resumed or new_run(inventory, run_id, options.command)
-    begin(run, inventory, ready, {"job_id": job_id, "run_dir": ready.run_dir})
+        run = resumed or new_run(inventory, run_id, options.command)
+        submit([(run, inventory, {"run_dir": ready.run_dir})], ready, phases)
     return run
 
 
@@ -78,15 +76,85 @@ def new_run(inventory: Inventory, run_id: str, command: Sequence[str] | None) ->
     )
 
 
-def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -> None:
-    """Write down that a run is in the queue."""
+def submit(todo: Sequence[tuple[Run, Inventory, dict[str, str]]], ready: Ready, phases: Phases) -> None:
+    """Queue the job of a run, or those of several as one array.
+
+    The runs are on record before, and with the ids of their jobs after it. A Ctrl-C or SIGTERM waits for these.
+
+    Args:
+        todo: each run, its inventory, and what its record is to have of Slurm.
+        ready: their code and their secrets.
+        phases: told how it goes.
+
+    Raises:
+        KitError: nothing is queued; or nobody knows, and the runs are on record as starting.
+        NothingLeft: after a Ctrl-C, where the job is cancelled.
+    """
+    members = [run for run, _, _ in todo]
+    with Interrupts() as interrupts:
+        interrupts.hold()
+        for number, (run, inventory, slurm) in enumerate(todo):
+            _begin(run, inventory, ready, {**slurm, "task": f"_{number}"} if len(todo) > 1 else slurm)
+        try:
+            with phases.phase("submit", waits_for="Slurm to take the job") as said:
+                job_ids = ready.submit([run.slurm["run_dir"] for run in members])
+                runs_of = f"{count(len(members), 'run')}, " if members[0].sweep else ""
+                said.append(f"{runs_of}job {job_ids[0].partition('_')[0]}")
+            for run, job_id in zip(members, job_ids, strict=True):
+                _queued(run, job_id)
+            interrupts.once()
+        except BaseException as error:
+            _take_back(members, ready, error)
+            if isinstance(error, KeyboardInterrupt):
+                raise NothingLeft(*error.args) from error
+            raise
+
+
+def _begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -> None:
+    """Write down that the job of a run is being submitted."""
     with run.changing():
         run.inventory, run.code_digest = dump(inventory), ready.code_digest
-        run.slurm = {**slurm, "private": " ".join(ready.private)}
+        run.slurm = {**slurm, "job_id": "", "private": " ".join(ready.private)}
         run.left_out, run.skip_check = dict(ready.left_out), ready.skip_check
-        run.state, run.started, run.ended = "running", time.time(), None
+        run.state, run.started, run.ended = "starting", time.time(), None
         run.verdict, run.cause = "", {}
     run.say_stop("")
+
+
+def _queued(run: Run, job_id: str) -> None:
+    """Write down that a run is in the queue."""
+    with run.changing():
+        run.slurm = {**{key: value for key, value in run.slurm.items() if key != "task"}, "job_id": job_id}
+        run.state = "running"
+
+
+def _take_back(members: Sequence[Run], ready: Ready, error: BaseException) -> None:
+    """Cancel what a submission that has ended with `error` has queued, and write down that it is over.
+
+    Raises:
+        KitError: it is not cancelled, or nobody knows whether it is queued.
+    """
+    slurm, name = Slurm(ready.channel), members[0].sweep or members[0].run_id
+    by = (str(error) or "Ctrl-C") if isinstance(error, KeyboardInterrupt) else ""
+    try:
+        job_id = slurm.job_below(ready.run_dir)
+        if not job_id and isinstance(
+            error, HostError
+        ):  # Slurm may have heard of it, and queue it in a moment
+            raise error
+    except KitError as unknown:
+        raise KitError(
+            f"whether the job of {name} is queued is not known: {unknown}",
+            cure=f"kit status {name} asks Slurm again, kit down {name} cancels it",
+        ) from error
+    with cancelling(name, members, by):
+        if job_id:
+            print(f"cancelling job {job_id}", flush=True)
+            _cancel(slurm, job_id)
+    for run in members:
+        forget_secrets(run, ready.channel)
+        with contextlib.suppress(NotWritten):  # what is raised says more
+            run.finish_stopped() if by else run.finish("failed", "it was not queued")
 
 
 # --- while it runs ------------------------------------------------------------------------------------------
@@ -95,10 +163,33 @@ def begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -
 def is_there(run: Run, options: SshOptions) -> bool:
     """Whether Slurm still has the job of a run, waiting or running; how it ended is written down."""
     with login(restore(run.inventory), options) as channel:
-        job = Slurm(channel).job(run.slurm["job_id"])
+        slurm = Slurm(channel)
+        find_job(run, slurm)
+        job = slurm.job(run.slurm["job_id"])
         if job.is_over:
             record_end(run, channel, job)
         return not job.is_over
+
+
+def find_job(run: Run, slurm: Slurm) -> None:
+    """Write down the id of a run's job, where its `kit up` ended before it knew that; "" stays where there is none."""
+    if run.state in runs.LIVE and not run.slurm["job_id"]:
+        folder = Path(run.slurm["run_dir"]).with_name(run.sweep or run.run_id)
+        if job_id := slurm.job_below(str(folder)):
+            _queued(run, job_id + run.slurm.get("task", ""))
+
+
+def is_being_submitted(run: Run) -> bool:
+    """Whether a `kit up` is just submitting the job of a run, and does not know its id."""
+    return not run.slurm["job_id"] and locks.is_starting(run)
+
+
+def refuse_while_submitted(run: Run) -> None:
+    """Raise KitError where a `kit up` is just submitting the job of a run."""
+    if is_being_submitted(run):
+        raise KitError(
+            f"{run.run_id} is starting: kit up is submitting its job", cure="try again when it has"
+        )
 
 
 def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels: bool = True) -> int:
@@ -186,17 +277,18 @@ class _Shown:
 
 
 def _cancel(slurm: Slurm, job_id: str) -> None:
-    """Cancel a job and wait until it is over.
+    """Cancel a job, or an array, and wait until it is over.
 
     Raises:
         KitError: it is not; the next `kit up` would start another one beside it, if its end was on record.
     """
-    is_taken, watched = False, Watched(slurm, job_id)
+    is_taken = False
     deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline:
         is_taken = is_taken or slurm.cancel(job_id)
-        if watched.look():
-            return
+        with contextlib.suppress(Unanswered):
+            if all(job.is_over for job in slurm.jobs(job_id).values()):
+                return
         time.sleep(POLL_S)
     raise KitError(
         f"job {job_id} is still there {STOP_S:.0f} s after scancel", cure=f"see squeue --job {job_id}"
@@ -263,8 +355,11 @@ def _how_to_resume(run: Run) -> str:
 
 def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = False) -> int:
     """Cancel the job of a run, at whose word, and with `fetch` copy its logs to this machine; the exit status."""
+    refuse_while_submitted(run)
     with login(restore(run.inventory), options) as channel:
-        slurm, job_id = Slurm(channel), run.slurm["job_id"]
+        slurm = Slurm(channel)
+        find_job(run, slurm)
+        job_id = run.slurm["job_id"]
         job = slurm.job(job_id)
         if job.is_over:
             forget_secrets(run, channel)

@@ -166,7 +166,7 @@ def _start(
             secrets=secrets_of(inventory),
             notify_secrets=secret_files.notify_secrets(inventory),
         )
-        todo: list[tuple[Run, Inventory, str]] = []
+        todo: list[tuple[Run, Inventory, dict[str, str]]] = []
         for number, variant in enumerate(wanted):
             command = _command(inventory, options, variant)
             run_id = f"{sweep_id}.{variant.index}"
@@ -182,14 +182,8 @@ def _start(
             status, _, err = Slurm(ready.channel).run("ln", "-sfn", f"../{sweep_id}/code", f"{run_dir}/code")
             if status:
                 raise KitError(f"{ready.channel.host}: {err.strip()}")
-            run.slurm["values"] = variant.values
-            todo.append((run, own, run_dir))
-        with phases.phase("submit") as said:
-            job_ids = ready.submit([run_dir for _, _, run_dir in todo])
-            said.append(f"{count(len(job_ids), 'run')}, job {job_ids[0].partition('_')[0]}")
-    for (run, own, run_dir), job_id in zip(todo, job_ids, strict=True):
-        slurm = {"job_id": job_id, "run_dir": run_dir, "sweep": sweep_id, "values": run.slurm["values"]}
-        runner.begin(run, own, ready, slurm)
+            todo.append((run, own, {"run_dir": run_dir, "sweep": sweep_id, "values": variant.values}))
+        runner.submit(todo, ready, phases)
     return all_runs
 
 
@@ -202,6 +196,8 @@ def _jobs(slurm: Slurm, members: Sequence[Run]) -> dict[str, Job]:
     """Run → its job, of those whose end is not on record."""
     live = _live(members)
     found: dict[str, Job] = {}
+    for run in live:
+        runner.find_job(run, slurm)
     for job_id in _arrays(live):
         found |= slurm.jobs(job_id)
     # One that is not among them is gone; or not named, for scontrol cuts a long list of those that wait.
@@ -264,6 +260,8 @@ def watch(members: list[Run], options: Options) -> int:
 
 def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int:
     """Cancel what is left of a sweep, and with `fetch` copy its logs to this machine; the exit status."""
+    for run in members:
+        runner.refuse_while_submitted(run)
     with login(restore(members[0].inventory), options) as channel:
         _record_ends(channel, members, _jobs(Slurm(channel), members))
         if _live(members):
@@ -300,6 +298,8 @@ def _stop(channel: HostChannel, members: list[Run], by: str) -> None:
 
 def status(members: list[Run], options: SshOptions, *, as_json: bool) -> int:
     """Print a table of the runs of a sweep; the exit status."""
+    for run in members:
+        runner.refuse_while_submitted(run)
     with login(restore(members[0].inventory), options) as channel:
         jobs = _jobs(Slurm(channel), members)
         _record_ends(channel, members, jobs)

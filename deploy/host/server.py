@@ -43,20 +43,37 @@ def write_file(path: str, text: str) -> None:
 
 
 def execute(
-    argv: List[str], limit_s: float, text: str = "", env: Optional[Mapping[str, Optional[str]]] = None
+    argv: List[str],
+    limit_s: float,
+    text: str = "",
+    env: Optional[Mapping[str, Optional[str]]] = None,
+    ends_with_us: bool = False,
 ) -> Dict[str, Any]:
-    """Run a program with `text` on its stdin: ``{"status", "out", "err"}``; what is None in `env` is taken away."""
+    """Run a program with `text` on its stdin: ``{"status", "out", "err"}``; what is None in `env` is taken away.
+
+    After `limit_s` it is killed, with what it has started; `ends_with_us`, it is also when this server ends.
+    """
     full = {**os.environ, **(env or {})}
-    done = subprocess.run(
+    process = subprocess.Popen(
         argv,
-        input=text,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,
         env={name: value for name, value in full.items() if value is not None},
-        timeout=limit_s,
+        start_new_session=True,
     )
-    return {"status": done.returncode, "out": done.stdout, "err": done.stderr}
+    if ends_with_us:
+        _attended.add(process)
+    with process:
+        try:
+            out, err = process.communicate(text, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            processes.send(-process.pid, signal.SIGKILL)
+            raise
+        finally:
+            _attended.discard(process)
+    return {"status": process.returncode, "out": out, "err": err}
 
 
 def attend(

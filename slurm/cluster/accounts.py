@@ -53,6 +53,8 @@ def usage(slurm: Slurm, job_id: str, *, wait_s: float = 0) -> Usage | None:
         job_id: the job's.
         wait_s: how long to wait for the accounts of a job that has just ended.
     """
+    if not job_id:  # for sacct, all jobs of today
+        return None
     deadline = time.monotonic() + wait_s
     argv = ("sacct", "--noheader", "--parsable2", f"--format={','.join(FIELDS)}", "--jobs", job_id)
     while (text := _ask(slurm, *argv)) is not None:

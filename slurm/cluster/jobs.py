@@ -81,23 +81,40 @@ class Slurm:
         return next(iter(self.jobs(job_id).values()), Job(state=""))
 
     def jobs(self, job_id: str) -> dict[str, Job]:
-        """What it knows of a job now: its id → it; of an array, all tasks; {} where it knows it no more.
+        """What it knows of a job now: its id → it; of an array, all tasks; {} where it knows it no more, or of "".
 
         Raises:
             Unanswered: it does not say.
         """
-        try:
-            status, out, err = self.run("scontrol", "show", "job", "--oneliner", job_id)
-        except RemoteError as error:
-            if error.type == "TimeoutExpired":
-                raise Unanswered(f"{self._channel.host}: {error.problem.found}") from error
-            raise
+        if not job_id:  # for scontrol, all jobs
+            return {}
+        status, out, err = self._asked("scontrol", "show", "job", "--oneliner", job_id)
         if status == 0:
             return parse_jobs(out)
         # The first is for a number that is nobody's, the second for an index that the array does not have.
         if "Invalid job id" in err or re.search(r"^Job \S+ not found", out + err, re.MULTILINE):
             return {}
         raise Unanswered(f"{self._channel.host}: scontrol show job {job_id}: {(err or out).strip()}")
+
+    def job_below(self, folder: str) -> str:
+        """The id of the user's job, or array, that waits or runs by a script in this folder; "" where there is none.
+
+        Raises:
+            Unanswered: it does not say.
+        """
+        status, out, err = self._asked("squeue", "--noheader", "--me", "--format=%F %o")
+        if status:
+            raise Unanswered(f"{self._channel.host}: squeue: {err.strip()}")
+        found = (line.strip().partition(" ") for line in out.splitlines())
+        return next((job_id for job_id, _, script in found if script.startswith(f"{folder}/")), "")
+
+    def _asked(self, *argv: str) -> tuple[int, str, str]:
+        try:
+            return self.run(*argv)
+        except RemoteError as error:
+            if error.type == "TimeoutExpired":
+                raise Unanswered(f"{self._channel.host}: {error.problem.found}") from error
+            raise
 
     def partitions(self) -> dict[str, dict[str, str]]:
         """Name → what scontrol shows of it; the default one is first."""

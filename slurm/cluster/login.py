@@ -134,8 +134,11 @@ def execute(
     text: str = "",
     env: Mapping[str, str | None] | None = None,
     limit_s: float = LOGIN_TIMEOUT_S,
+    ends_with_us: bool = False,
 ) -> dict[str, Any]:
     """Run a program there, with `text` on its stdin: its ``status``, ``out`` and ``err``.
+
+    After `limit_s` it is killed, with what it has started; `ends_with_us`, it is also when the channel ends.
 
     What is None in `env` is taken out of its environment, and so is what a job of Slurm's has in it: within `salloc` or
     `srun --pty`, sbatch and srun would take that for options, and the new job would get the old one's cores.
@@ -145,7 +148,13 @@ def execute(
     """
     given = {**dict.fromkeys(of_a_job(os.environ)), **(env or {})}
     done: dict[str, Any] = channel.call(
-        "execute", timeout_s=limit_s + 5, limit_s=limit_s, argv=argv, text=text, env=given
+        "execute",
+        timeout_s=limit_s + 5,
+        limit_s=limit_s,
+        argv=argv,
+        text=text,
+        env=given,
+        ends_with_us=ends_with_us,
     )
     return done
 

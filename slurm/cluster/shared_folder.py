@@ -90,6 +90,8 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
     why = f" ({job.reason})" if job.reason else ""
     known = BY_SLURM_STATE.get(state)
     text = f"Slurm ended the job: {state.lower() or 'it knows it no more'}{why}"
+    if not run.slurm["job_id"]:
+        text = "kit up ended before its job was in the queue"
     run.finish("failed", text, asdict(known) if known else None)
     return JobFailed.exit_code, False
 

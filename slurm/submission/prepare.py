@@ -38,7 +38,6 @@ from nodekit.slurm.cluster.login import (
     execute,
     host_of,
     login,
-    remove_private,
     settings_of,
     write,
 )
@@ -229,14 +228,10 @@ class Ready:
         """Submit a job for each run, as one array where there are several; their ids.
 
         Raises:
-            KitError: Slurm takes none; no secret is left there.
+            HostError: nobody knows whether Slurm has it, or will: sbatch took too long, or the connection broke.
+            KitError: Slurm takes none.
         """
-        try:
-            return [str(job_id) for job_id in self._call(run_dirs, test=False)["job_ids"]]
-        except BaseException:  # it may have been killed before it could do so itself
-            with contextlib.suppress(KitError):
-                remove_private(self.channel, run_dirs, self.private)
-            raise
+        return [str(job_id) for job_id in self._call(run_dirs, test=False)["job_ids"]]
 
     def _call(self, run_dirs: Sequence[str], *, test: bool) -> dict[str, Any]:
         spec = {
@@ -256,6 +251,7 @@ class Ready:
             # Slurm keeps the environment that a job was submitted from: no secret may be in it.
             env={"PYTHONPATH": self.kit_dir, **dict.fromkeys(itertools.chain(*self.private.values()))},
             limit_s=LOGIN_TIMEOUT_S + SUBMIT_RUN_S * len(run_dirs),
+            ends_with_us=True,  # an sbatch that goes on alone would queue a job that nobody waits for
         )
         if done["status"]:
             raise KitError(f"{self.channel.host}: submitit failed:\n{done['err'].strip()}")

@@ -33,7 +33,7 @@ from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
 from test_curves import points
 
 from nodekit.deploy.connect.channel import on_all
-from nodekit.deploy.records import record_files
+from nodekit.deploy.records import find_runs, record_files
 from nodekit.slurm.allocation import allocation, handshake, requeue
 
 # Slurm's own pauses are a minute in some of these stories, and a busy machine takes long for the rest: 300 s are few.
@@ -249,8 +249,11 @@ def test_stopped_and_taken_up_again_through_a_login_node(
     run.log.write_text(left.stdout)
     assert left.returncode == 0, left.stderr
     assert "is queued: kit up login.yaml attaches to it" in left.stdout
+    record = find_runs.find(run.run_id)  # as where kit up was killed before it knew the job's id
+    job_id, record.slurm["job_id"], record.state = record.slurm["job_id"], "", "starting"
+    record.save()
     run.begin()
-    run.wait_for("attached to")
+    run.wait_for(f"attached to {run.run_id}, job {job_id};")
     run.wait_for(STARTED)
     assert run.interrupt(signal.SIGKILL) == -signal.SIGKILL
     first = run.wait_more()

@@ -102,8 +102,13 @@ def test_an_array_has_its_indexes_and_down_cancels_them_all(site: Site) -> None:
     until(lambda: states() == ["running", "running", "pending", "pending"], timeout_s=60, what="two at once")
     array = find_runs.find(members[0]).slurm["job_id"].partition("_")[0]
     assert "ArrayTaskThrottle=2 " in site.slurm("scontrol", "show", "job", "--oneliner", array)
+    for number, member in enumerate(members):  # as where kit up was killed before it knew the array's id
+        record = find_runs.find(member)
+        record.slurm, record.state = {**record.slurm, "job_id": "", "task": f"_{number}"}, "starting"
+        record.save()
     again = site.kit("up", path.name, "-d")
     assert f"attached to {sweep}" in again.stdout, again.stdout + again.stderr
+    assert [find_runs.find(each).slurm["job_id"] for each in members] == [f"{array}_{at}" for at in range(4)]
     refused = site.kit("up", path.name, "--new")
     assert f"{sweep} of this inventory is not over; kit down {sweep} stops it" in refused.stderr
     # The first two go on to the end; the others are cancelled, one of them before it ran.

@@ -167,10 +167,10 @@ def test_a_run_whose_job_cannot_be_cancelled_is_not_on_record_as_stopped(
     run, _ = folder
     answers = iter((KeyboardInterrupt, *(jobs.Unanswered("login: no answer") for _ in range(1000))))
 
-    def job(*_: object) -> Job:
+    def asked(*_: object) -> dict[str, Job]:
         raise next(answers)
 
-    monkeypatch.setattr(runner.Slurm, "job", job)
+    monkeypatch.setattr(runner.Slurm, "jobs", asked)
     monkeypatch.setattr(runner, "STOP_S", 0.1)
     monkeypatch.setattr(runner, "POLL_S", 0.02)
     with pytest.raises(KitError, match="job 7 is still there 0 s after scancel"):

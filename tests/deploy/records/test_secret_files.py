@@ -10,11 +10,8 @@ from nodekit.deploy.host.errors import cure_of
 from nodekit.deploy.host.node import agents
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
-from nodekit.inventory.errors import KitError
-from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm.cluster.shared_folder import forget_secrets
 from nodekit.slurm.submission import submit
-from nodekit.slurm.submission.prepare import Ready
 
 
 @pytest.fixture
@@ -48,18 +45,6 @@ def test_a_job_that_slurm_refuses_leaves_no_secret(tmp_path: Path, monkeypatch: 
     seen = (tmp_path / "seen").read_text()
     assert (seen.count("secrets-1.json"), seen.count("notify-1.json"), seen.count("before")) == (2, 2, 0)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()]
-
-
-def test_a_submission_that_breaks_off_leaves_no_secret(tmp_path: Path, channel: HostChannel) -> None:
-    run_dir = place(tmp_path / "a 0", "secrets-1.json")
-    settings = SlurmSettings.model_validate({"nodes": 1, "shared_dir": str(tmp_path)})
-    ready = Ready(
-        channel=channel, python="/bin/false", shared_dir=str(tmp_path), kit_dir="/kit", run_dir=str(run_dir),
-        parameters={}, settings=settings, private={"secrets-1.json": {"KEY": "s3cr3t"}}, code_digest="",
-    )  # fmt: skip
-    with pytest.raises(KitError, match="submitit failed"):
-        ready.submit([str(run_dir)])
-    assert [path.name for path in run_dir.glob("slurm/*")] == ["job.json"]
 
 
 def place(run_dir: Path, *names: str) -> Path:

@@ -1,0 +1,219 @@
+"""A job being submitted, whatever happens meanwhile: by a Slurm that is made up, of commands in PATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agents import until
+
+from nodekit.deploy.connect.channel import HostChannel, RemoteError, on_all, open_local
+from nodekit.deploy.host import processes
+from nodekit.deploy.host.files import write_private
+from nodekit.deploy.output.interrupts import NothingLeft
+from nodekit.deploy.output.phases import Phases
+from nodekit.deploy.records import locks
+from nodekit.deploy.records.runs import Run
+from nodekit.inventory.errors import HostError, KitError, NotWritten
+from nodekit.inventory.load import load_inventory
+from nodekit.inventory.schema import Inventory
+from nodekit.slurm import run as runner
+from nodekit.slurm.backend import SlurmBackend
+from nodekit.slurm.cluster.jobs import Slurm
+from nodekit.slurm.cluster.login import settings_of
+from nodekit.slurm.submission.prepare import Ready
+
+COMMANDS = {
+    "srun": "exit 1",
+    "sbatch": """. "$KIT_TEST/sbatch"
+printf '%s %s\\n' 24 "$1" >"$KIT_TEST/queue"
+echo Submitted batch job 24""",
+    "squeue": """cat "$KIT_TEST/queue" 2>/dev/null; true""",
+    "scancel": """rm "$KIT_TEST/queue" """,
+    "scontrol": """[ -e "$KIT_TEST/queue" ] && state=RUNNING || state=CANCELLED
+echo "JobId=24 JobState=$state" """,
+}
+
+
+@pytest.fixture
+def channel(slurm: object) -> Iterator[HostChannel]:
+    channel = open_local("login", sys.executable)
+    yield channel
+    channel.close()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has what sbatch does before it queues a job; in the file ``queue`` is that job, with its script."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in COMMANDS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("KIT_TEST", str(tmp_path))
+    return lambda text: (tmp_path / "sbatch").write_text(text) and None
+
+
+@pytest.fixture
+def submission(tmp_path: Path, channel: HostChannel) -> tuple[Run, Inventory, Ready]:
+    """A run whose job can be submitted: its record is not written yet."""
+    path = tmp_path / "big.yaml"
+    path.write_text(json.dumps({"slurm": {"nodes": 1, "shared_dir": str(tmp_path)}}))
+    inventory = load_inventory(path)
+    run_dir = tmp_path / "runs" / 'kit\'s "folder" $HOME;-1'
+    ready = Ready(
+        channel=channel, python=sys.executable, shared_dir=str(tmp_path), kit_dir="/kit", run_dir=str(run_dir),
+        parameters={}, settings=settings_of(inventory), private={"secrets-1.json": {"KEY": "s3cr3t"}},
+    )  # fmt: skip
+    ready.place(str(run_dir), inventory, ["train.py"])
+    return runner.new_run(inventory, run_dir.name, ["train.py"]), inventory, ready
+
+
+def submit(submission: tuple[Run, Inventory, Ready]) -> None:
+    run, inventory, ready = submission
+    runner.submit([(run, inventory, {"run_dir": ready.run_dir})], ready, Phases(silent=True))
+
+
+def secrets(ready: Ready) -> list[str]:
+    return [path.name for path in Path(ready.run_dir, "slurm").glob("*-*.json")]
+
+
+def has_ended(pid: int) -> bool:
+    found = processes.find(pid)
+    return found is None or found.has_ended
+
+
+def test_a_ctrl_c_while_a_job_is_submitted_waits_for_its_id_and_cancels_it(
+    slurm: Callable[[str], None], submission: tuple[Run, Inventory, Ready], tmp_path: Path
+) -> None:
+    run, _, ready = submission
+    slurm(
+        f"cp {shlex.quote(str(run.folder))}/run.json $KIT_TEST/before; kill -INT {os.getpid()}; sleep 0.2\n"
+    )
+    with pytest.raises(NothingLeft):
+        submit(submission)
+    before = json.loads((tmp_path / "before").read_text())
+    assert (before["state"], before["slurm"]["job_id"]) == ("starting", ""), "on record before it is queued"
+    assert not (tmp_path / "queue").exists(), "cancelled"
+    run.reload()
+    assert (run.state, run.verdict, run.slurm["job_id"]) == ("stopped", "stopped by Ctrl-C", "24")
+    assert not secrets(ready)
+
+
+def test_a_job_that_cannot_be_put_on_record_is_cancelled_or_not_even_queued(
+    slurm: Callable[[str], None],
+    submission: tuple[Run, Inventory, Ready],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    slurm("touch $KIT_TEST/called\n")
+    run, _, ready = submission
+    write, writes = Run._write, []
+
+    def full(run: Run) -> None:
+        writes.append(run.state)
+        if run.state in refused:
+            raise NotWritten("run.json cannot be written: No space left on device")
+        write(run)
+
+    monkeypatch.setattr(Run, "_write", full)
+    refused = ["starting"]
+    with pytest.raises(NotWritten):
+        submit(submission)
+    assert not (tmp_path / "called").exists()
+    refused = ["running"]
+    with pytest.raises(NotWritten):
+        submit(submission)
+    assert (tmp_path / "called").exists()
+    assert writes == ["starting", "starting", "running", "failed"]
+    assert not (tmp_path / "queue").exists()
+    run.reload()
+    assert (run.state, run.verdict) == ("failed", "it was not queued")
+    assert not secrets(ready)
+
+
+def test_a_job_that_slurm_refuses_is_not_queued_and_leaves_no_secret(
+    slurm: Callable[[str], None], submission: tuple[Run, Inventory, Ready]
+) -> None:
+    slurm("echo 'sbatch: error: Job violates accounting/QOS policy' >&2; exit 1\n")
+    run, _, ready = submission
+    with pytest.raises(KitError, match="Slurm does not take this job: Job violates accounting/QOS policy"):
+        submit(submission)
+    run.reload()
+    assert (run.state, run.verdict) == ("failed", "it was not queued")
+    assert not secrets(ready)
+
+
+def test_what_a_command_has_started_ends_with_it_when_its_time_is_over(
+    channel: HostChannel, tmp_path: Path
+) -> None:
+    """As sbatch does, of the python that calls it: it would queue a job that nobody waits for."""
+    pid = tmp_path / "pid"
+    command = ["sh", "-c", 'sleep 600 & echo $! >"$1"; wait', "sh", str(pid)]
+
+    def is_begun() -> bool:
+        with pytest.raises(RemoteError, match="timed out"):
+            channel.call("execute", timeout_s=60, argv=command, limit_s=0.5)
+        return pid.exists() and bool(pid.read_text())
+
+    until(is_begun)  # on a busy machine the time may be over before
+    until(lambda: has_ended(int(pid.read_text())), what="the end of what it has started")
+
+
+def test_a_job_that_may_be_queued_though_its_submission_was_given_up_is_found_later(
+    submission: tuple[Run, Inventory, Ready], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, inventory, ready = submission
+
+    def given_up(*_: object) -> list[str]:
+        write_private(f"{ready.run_dir}/slurm/secrets-1.json", b"{}")
+        raise HostError("login", "it took too long")
+
+    monkeypatch.setattr(Ready, "submit", given_up)
+    with pytest.raises(
+        KitError, match=r"whether the job of .* is queued is not known: login: it took too long"
+    ):
+        submit(submission)
+    run.reload()
+    assert (run.state, run.slurm["job_id"]) == ("starting", "")
+    assert secrets(ready), "its job may start"
+
+    # As while another kit up submits it.
+    with locks.starting(inventory.path):
+        said = SlurmBackend().status(run, None)  # type: ignore[arg-type]  # nobody is asked
+        assert (said.state, said.lines) == ("starting", ["kit up is submitting its job"])
+        with pytest.raises(KitError, match="is starting: kit up is submitting its job"):
+            runner.down(run, None)  # type: ignore[arg-type]
+
+    slurm_of = Slurm(ready.channel)
+    (tmp_path / "queue").write_text(f"7 {ready.run_dir}0/slurm/a.sh\n24 {ready.run_dir}/slurm/b.sh\n")
+    runner.find_job(run, slurm_of)
+    run.reload()
+    assert (run.state, run.slurm["job_id"]) == ("running", "24")
+
+
+def test_sbatch_ends_with_the_connection_that_it_was_called_by(
+    slurm: Callable[[str], None], submission: tuple[Run, Inventory, Ready], tmp_path: Path
+) -> None:
+    """As where kit is killed, or the login node is lost: it would queue a job that nobody waits for."""
+    slurm("echo $$ >$KIT_TEST/pid; exec sleep 600\n")
+    _, _, ready = submission
+    pid = tmp_path / "pid"
+    submitting = threading.Thread(target=on_all, args=({"": ready}, lambda it: it.submit([it.run_dir])))
+    submitting.start()
+    until(lambda: pid.exists() and pid.read_text(), timeout_s=30, what="sbatch")
+    ready.channel.close()
+    until(lambda: has_ended(int(pid.read_text())), what="the end of sbatch")
+    submitting.join()
+
+
+def test_of_a_job_without_an_id_slurm_is_not_asked_for_all_jobs(channel: HostChannel) -> None:
+    assert Slurm(channel).jobs("") == {}
+    assert Slurm(channel).job_below("/nowhere") == ""
