@@ -21,7 +21,7 @@ from nodekit.deploy.launch import ending, stopping
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.notify import notify
-from nodekit.deploy.output.interrupts import Interrupts
+from nodekit.deploy.output.interrupts import Interrupts, Terminated
 from nodekit.deploy.output.phases import count
 from nodekit.deploy.records import fetchlogs, locks
 from nodekit.deploy.records.runs import STOPPED_EXIT, Run
@@ -52,6 +52,8 @@ def watch(
 ) -> int:
     """Watch a run to its end, and act for it unless another does; Ctrl-C stops it everywhere. The exit status.
 
+    So does SIGTERM where a user has this process act for the run; else it ends this process alone.
+
     Args:
         client: what acts on the nodes.
         options: the command line's.
@@ -80,6 +82,11 @@ def watch(
         except (KeyboardInterrupt, StopAsked) as interrupt:
             interrupts.hold()
             view.close()
+            if isinstance(interrupt, Terminated) and not (is_asked and lock.is_held):
+                again = f"; {resume_command(run)} supervises it again" if lock.is_held else ""
+                view.say(f"{run.run_id} goes on: SIGTERM has ended this process alone{again}")
+                supervisor.close()
+                return 0
             run.say_stop(str(interrupt) or "Ctrl-C")
             status = stop_everywhere(run, supervisor, view, interrupts, is_asked=is_asked)
             _fetch_logs(client, lock, view)

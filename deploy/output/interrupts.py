@@ -12,6 +12,10 @@ class NothingLeft(KeyboardInterrupt):
     """A Ctrl-C by which all that kit had started is ended, for sure."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM in place of Ctrl-C: a machine that shuts down sends it, too, and nobody may have meant the job."""
+
+
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM is a Ctrl-C too: what that ends or mends is ended or mended in either case."""
@@ -38,7 +42,8 @@ class Interrupts:
         """One has come that did not interrupt. No threading.Event: its lock could be held by who is interrupted."""
         self._next = self._later = True
         """Whether the next one interrupts, and those after it."""
-        self._why = ""
+        self._interrupt = KeyboardInterrupt()
+        """What the last one raises."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -61,16 +66,16 @@ class Interrupts:
         self._next, self._later = True, False
         if self.again:
             self._next = self.again = False
-            raise KeyboardInterrupt(self._why)
+            raise self._interrupt
 
     def hold(self) -> None:
         """None interrupts."""
         self._next = self._later = False
 
     def _hear(self, number: int, _: object) -> None:
-        self._why = "SIGTERM" if number == signal.SIGTERM else ""
+        self._interrupt = Terminated("SIGTERM") if number == signal.SIGTERM else KeyboardInterrupt()
         if not self._next:
             self.again = True
             return
         self._next = self._later
-        raise KeyboardInterrupt(self._why)
+        raise self._interrupt

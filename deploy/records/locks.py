@@ -72,6 +72,11 @@ class SupervisorLock:
         _sign(self._file)
         return True
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds it."""
+        return self._file is not None
+
     def owner(self) -> str:
         """The pid of the process that holds it, or held it last."""
         with contextlib.suppress(OSError):

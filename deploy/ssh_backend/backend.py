@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,11 +96,13 @@ class SshBackend:
     def supervise(self, run: Run, options: Options) -> int:
         """What `kit up -d` leaves running: supervise a run without a user who looks; the exit status."""
         inventory = restore(run.inventory)
-        with (
-            Interrupts() as interrupts,
-            cluster.channels(inventory.hosts, options.ssh, some=True) as channels,
-        ):
-            return launch_watch.watch(NodeClient(run, inventory, channels), options, interrupts=interrupts)
+        # It has no terminal that could be closed. No SIG_IGN: the agents of this machine would inherit that.
+        signal.signal(signal.SIGHUP, lambda *_: None)
+        with Interrupts() as interrupts:
+            interrupts.hold()  # `watch` says what one does that comes now
+            with cluster.channels(inventory.hosts, options.ssh, some=True) as channels:
+                client = NodeClient(run, inventory, channels)
+                return launch_watch.watch(client, options, is_asked=False, interrupts=interrupts)
 
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
         """Show a run until it ends or the user leaves; the exit status is that of `kit up`, 0 where the user left."""

@@ -372,6 +372,41 @@ def test_agents_that_a_stop_has_missed_are_ended_when_the_run_goes_on(local: Kit
     assert not any(Path(f"/proc/{pid}").exists() for pid in before.values())
 
 
+def test_sigterm_ends_the_job_only_where_a_user_has_this_process_supervise_it(local: Kit) -> None:
+    """What a machine that shuts down sends to all processes is about these, and not about the job."""
+    (local.folder / "job.py").write_text(FOREVER)
+    assert local.run("up", "two nodes.yaml", "-d", "--", "job.py").returncode == 0
+    run = find_runs.find(None)
+    log = run.folder / "supervisor.log"
+    until(lambda: "running" in log.read_text(), what="the supervisor that was left behind")
+    agents = {name: each["agent"] for name, each in nodes().items()}
+
+    os.kill(int(locks.SupervisorLock(run).owner()), signal.SIGTERM)
+    until(lambda: not locks.is_supervised(run), what="its end")
+    assert f"{run.run_id} goes on: SIGTERM has ended this process alone; kit up " in log.read_text()
+    leads = local.start("up", "two nodes.yaml", "--", "job.py")
+    until(lambda: locks.is_supervised(run), what="another one")
+    pid = int(locks.SupervisorLock(run).owner())
+    stands_by = subprocess.Popen(
+        local.argv("up", "two nodes.yaml", "--", "job.py"),
+        cwd=local.folder,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert stands_by.stdout is not None
+    until(lambda: "this one watches" in stands_by.stdout.readline(), what="one that stands by")
+    stands_by.terminate()
+    assert stands_by.wait(30) == 0
+    assert f"{run.run_id} goes on: SIGTERM has ended this process alone\n" in stands_by.stdout.read()
+    stands_by.stdout.close()
+    assert {name: each["agent"] for name, each in nodes().items() if each["alive"]} == agents
+    assert (find_runs.find(None).state, run.stopped_by) == ("running", "")
+
+    os.kill(pid, signal.SIGTERM)
+    assert leads.wait(60) == 130
+    assert (find_runs.find(None).state, find_runs.find(None).verdict) == ("stopped", "stopped by SIGTERM")
+
+
 def test_a_full_disk_here_ends_no_supervision(
     local: Kit, tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
