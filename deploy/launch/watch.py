@@ -32,7 +32,7 @@ from nodekit.deploy.story.summary import summary
 from nodekit.deploy.story.verdict import Verdict
 from nodekit.deploy.supervise import drain
 from nodekit.deploy.supervise.node_client import NodeClient
-from nodekit.deploy.supervise.observer import Left, Observer, StopAsked
+from nodekit.deploy.supervise.observer import Left, Observer, Over, StopAsked
 from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.supervise.supervise import Supervisor
 from nodekit.inventory.errors import JobFailed, KitError, NotWritten
@@ -79,6 +79,11 @@ def watch(
             view.close()
             supervisor.close()
             return _leave(run, options, lock, interrupts)
+        except Over as over:
+            interrupts.each()
+            view.close()
+            view.say(str(over))
+            return end_of_another(run, client.channels, supervisor)
         except (KeyboardInterrupt, StopAsked) as interrupt:
             interrupts.hold()
             view.close()
@@ -315,6 +320,15 @@ def conclude_stop(run: Run, channels: Mapping[str, HostChannel]) -> None:
     """Say where everything is, and how to go on, of a run that was stopped here; not where nodes may train on."""
     if run.state == "stopped":
         conclude(run, channels, Verdict("stopped", "stopped"))
+
+
+def end_of_another(run: Run, channels: Mapping[str, HostChannel], supervisor: Supervisor) -> int:
+    """Say what there is to say of a run that another process has ended, or started anew; the exit status."""
+    with contextlib.suppress(KitError):
+        run.reload()
+    supervisor.close()
+    conclude_stop(run, channels)
+    return {"stopped": STOPPED_EXIT, "failed": JobFailed.exit_code}.get(run.state, 0)
 
 
 def _result(run: Run, channels: Mapping[str, HostChannel], first: str) -> str:

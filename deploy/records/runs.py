@@ -182,6 +182,17 @@ class Run:
         with told(path):
             write_private(str(path), json.dumps(dict(sorted(nodes.items()))).encode(), durable=True)
 
+    def is_still(self, started: float) -> bool:
+        """Whether what was started then goes on: it has not ended, and the run was not started anew."""
+        return self.started == started and self.state in LIVE
+
+    def as_recorded(self) -> Run:
+        """The run as it is on record now; this one where nobody can read that."""
+        try:
+            return parse(read(str(self.folder / FILE)), self.run_id)
+        except (OSError, ValueError):
+            return self
+
     def finish_stopped(self) -> None:
         """Record that it was stopped; all who see it end write down the same."""
         self.finish("stopped", f"stopped by {self.stopped_by}" if self.stopped_by else "stopped")

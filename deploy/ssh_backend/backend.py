@@ -30,7 +30,7 @@ from nodekit.deploy.story.status import Status, absence, status_line
 from nodekit.deploy.supervise import drain, policy
 from nodekit.deploy.supervise.node_client import NodeClient, secrets_of
 from nodekit.deploy.supervise.observation import seen_of
-from nodekit.deploy.supervise.observer import Left, StopAsked
+from nodekit.deploy.supervise.observer import Left, Over, StopAsked
 from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.supervise.supervise import Supervisor
 from nodekit.inventory.errors import KitError
@@ -139,6 +139,11 @@ class SshBackend:
                     view.close()
                     print(f"{run.run_id} goes on", flush=True)
                     return 0
+                except Over as over:
+                    interrupts.each()
+                    view.close()
+                    print(over)
+                    return launch_watch.end_of_another(run, channels, supervisor)
                 except StopAsked:
                     interrupts.hold()
                     view.close()

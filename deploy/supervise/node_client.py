@@ -43,6 +43,7 @@ class NodeClient:
         self.run = run
         self.inventory = inventory
         self.channels = channels
+        self._started = run.started
         self._peers = cluster.peer_addresses(inventory.hosts)
         self._package: sync.Package | None = None
 
@@ -139,12 +140,18 @@ class NodeClient:
         port = None
         if name == state.host:
             port = int(self._call(name, "hold_port", address=self.node(name).local_addr))
+        self._refuse_over(name)
         self.prestart(name, secrets_of(self.inventory))
         if code is not None:
             self._send_code(name, code, facts[name])
         if self.run.stopped_by:
             raise HostError(name, "the run is being stopped")
+        self._refuse_over(name)  # a start takes long
         self.start(name, dataclasses.replace(state, port=port or state.port), port, joins=True)
+
+    def _refuse_over(self, name: str) -> None:
+        if not self.run.as_recorded().is_still(self._started):
+            raise HostError(name, "the run has ended, or was started anew")
 
     def _refuse_broken(self, name: str, found: check.Facts) -> None:
         """Raise BrokenHost where GPUs are gone that the node was planned with, as one that a reboot has not brought."""

@@ -48,5 +48,9 @@ class Left(Exception):
     """The user leaves, and the job is to go on."""
 
 
+class Over(Exception):
+    """Another process has ended the run, or started it anew: there is nothing left to do for this one."""
+
+
 class StopAsked(Exception):
     """The user wants the job stopped."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer
 from nodekit.deploy.records.record_files import FILE
-from nodekit.deploy.records.runs import Run
-from nodekit.deploy.supervise.observer import View
-from nodekit.deploy.supervise.state import State
+from nodekit.deploy.records.runs import ENDED, Run
+from nodekit.deploy.supervise.observer import Over, View
+from nodekit.deploy.supervise.state import Observation, State
 from nodekit.inventory.errors import NotWritten
 
 RETRY_S = 1.0
+LOOK_S = 1.0  # between looks whether another process has ended the run, or started it anew
+LAST_WORDS_S = 5.0  # after it has ended on record, how long its nodes may still tell how
 
 
 class RecordWriter:
@@ -22,13 +25,39 @@ class RecordWriter:
     def __init__(self, run: Run, view: View) -> None:
         self._run = run
         self._view = view
+        self._started = run.started
+        self._look_at = 0.0
+        """When to look at the record again."""
+        self._ended_at: float | None = None
+        """When it was seen to have the run's end."""
         self._problem = ""
         """Why nothing could be written, since it could be the last time."""
         self._write_at = 0.0
         """When to try again."""
 
+    def has_ended(self, seen: Mapping[str, Observation], *, at_once: bool = False) -> bool:
+        """Whether the run has ended on record, which is read at once, or each second.
+
+        Raises:
+            Over: and no node that is `seen` has more to tell of that; or it was started anew.
+        """
+        now = time.monotonic()
+        if now >= self._look_at or at_once:
+            self._look_at = now + LOOK_S
+            record = self._run.as_recorded()
+            if record.started != self._started:
+                raise Over(f"{record.run_id} was started anew by another kit up; this one leaves it alone")
+            if record.state in ENDED:
+                self._ended_at = now if self._ended_at is None else self._ended_at
+                in_sight = any(each.reachable for each in seen.values())
+                if not in_sight or now - self._ended_at > LAST_WORDS_S:
+                    raise Over(f"{record.run_id} has ended: {record.verdict or record.state}")
+        return self._ended_at is not None
+
     def is_written(self, state: State, gatherer: Gatherer) -> bool:
         """Whether what was decided is on record: only then it is done, so that who takes over cannot repeat it.
+
+        Nothing is written where the run has ended, or was started anew: the record is another's then.
 
         Args:
             state: what was decided.
@@ -43,7 +72,10 @@ class RecordWriter:
         self._write_at = time.monotonic() + RETRY_S
         try:
             with self._run.changing(mends=True) as is_damaged:
+                self._refuse_over()
                 self._run.generation, self._run.judgement = state.generation, judgement
+        except Over:
+            return False
         except NotWritten as error:
             self.cannot_write(str(error))
             return is_known
@@ -59,9 +91,11 @@ class RecordWriter:
 
         Raises:
             NotWritten: it cannot be, which is told of.
+            Over: the run has ended, or was started anew.
         """
         try:
             with self._run.changing(mends=True) as is_damaged:
+                self._refuse_over()
                 self._run.nodes = {**self._run.nodes, name: dataclasses.asdict(node)}
                 offsets = {**self._run.clock_offsets, name: clock_offset_s}
                 self._run.clock_offsets = offsets
@@ -70,6 +104,11 @@ class RecordWriter:
             self.cannot_write(str(error))
             raise
         self._tell_of_mending(is_damaged=is_damaged)
+
+    def _refuse_over(self) -> None:
+        """Raise Over where the record, which was just read, is no longer that of this supervisor's start."""
+        if not self._run.is_still(self._started):
+            raise Over(f"{self._run.run_id} has ended, or was started anew")
 
     def cannot_write(self, problem: str) -> None:
         """Tell why nothing can be written, unless that is known."""

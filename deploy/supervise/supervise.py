@@ -28,7 +28,7 @@ from nodekit.deploy.story.verdict import Told, Verdict, verdict
 from nodekit.deploy.supervise import drain, policy
 from nodekit.deploy.supervise.node_client import BrokenHost, NodeClient
 from nodekit.deploy.supervise.observation import seen_of
-from nodekit.deploy.supervise.observer import Observer, View
+from nodekit.deploy.supervise.observer import Observer, Over, View
 from nodekit.deploy.supervise.record_writer import RecordWriter
 from nodekit.deploy.supervise.state import (
     Action,
@@ -118,13 +118,19 @@ class Supervisor:
         self._exclusions = drain.Exclusions(client.run)
         self._writer = RecordWriter(client.run, view)
         self._slow_nodes = drain.SlowNodes()
+        self._has_ended = False
+        """Whether the run has ended on record: nothing is done any more."""
         self._record_problem = ""
         """Why this one could not take over, as it was told."""
         self._take_over_at = 0.0
         """When to try that again."""
 
     def watch(self) -> Verdict:
-        """Follow every node to the end; KeyboardInterrupt and what the view raises pass, with everything running."""
+        """Follow every node to the end; KeyboardInterrupt and what the view raises pass, with everything running.
+
+        Raises:
+            Over: another process has ended the run, or started it anew.
+        """
         for name in self._rules.nodes:
             threading.Thread(target=self._follow, args=(name,), name=f"follow-{name}", daemon=True).start()
         while True:
@@ -159,6 +165,7 @@ class Supervisor:
                 )
 
     def _decide(self) -> Finish | None:
+        self._has_ended = self._writer.has_ended(self._seen)
         if not self._acts and time.monotonic() >= self._take_over_at and self._lock.acquire():
             self._take_over()
         if problem := self._drained.look():
@@ -172,7 +179,9 @@ class Supervisor:
                 self._note("said", text=text)
         state, actions = policy.decide(self._state, self._seen, time.monotonic(), self._rules)
         finish = next((action for action in actions if isinstance(action, Finish)), None)
-        if not self._acts:
+        if actions:
+            self._has_ended = self._writer.has_ended(self._seen, at_once=True)
+        if not self._acts or self._has_ended:
             self._pass(state)
             return finish  # only the end is ours to see; the rest is the other's
         if not self._drained.is_known or not self._writer.is_written(state, self._gatherer):
@@ -196,6 +205,7 @@ class Supervisor:
             return
         self._record_problem = ""
         self._acts = True
+        self._has_ended = self._writer.has_ended(self._seen, at_once=True)
         self._gatherer = Gatherer(self._run.folder)
         for name, found in self._ungathered.items():
             self._gather(name, found)
@@ -291,12 +301,14 @@ class Supervisor:
             self._writer.write_plan(name, node, clock_offset_s)
         except NotWritten as error:
             written.set_exception(error)
+        except Over as over:
+            written.set_exception(KitError(str(over)))
         else:
             written.set_result(None)
 
     def _end(self, finish: Finish) -> Verdict:
         running = [name for name, seen in self._seen.items() if seen.reachable and seen.alive]
-        if running and self._acts:
+        if running and self._acts and not self._has_ended:
             self._client.stop_all()
         out = tuple(name for name in self._rules.nodes if name in self._rules.drained and name not in running)
         took_part = {name: told for name, told in self._told.items() if told.state and name not in out}

@@ -27,6 +27,7 @@ from nodekit.deploy.screen.view import View
 from nodekit.deploy.story.verdict import Told, verdict
 from nodekit.deploy.supervise import drain, policy, record_writer, supervise
 from nodekit.deploy.supervise.observation import seen_of
+from nodekit.deploy.supervise.observer import Over
 from nodekit.deploy.supervise.state import (
     Action,
     Exclude,
@@ -599,3 +600,103 @@ def test_a_record_that_cannot_be_read_is_told_once_and_who_cannot_read_it_does_n
     assert told[0].startswith(f"nobody supervises this run: {path} cannot be read: Too many levels of")
     assert view.said.index(told[0]) < view.said.index("supervising now: the one before is gone")
     assert find_runs.find(None).generation == 1
+
+
+# --- who has nothing to do any more ---
+
+
+def start_anew() -> dict[str, Any]:
+    """As `kit down --lost` and another `kit up` do, which cannot reach the nodes; what is on record then."""
+    record = find_runs.find(None)
+    record.finish("stopped", "stopped by kit down")
+    with record.changing():
+        record.generation, record.state, record.started = 1, "starting", record.started + 1
+        record.judgement = {**record.judgement, "generation": 1, "port": 5000}
+    found: dict[str, Any] = json.loads((record.folder / "run.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("blind", [True, False], ids=["blind", "in sight"])
+@pytest.mark.parametrize("acts", [True, False], ids=["acts", "stands by"])
+def test_a_supervisor_whose_run_another_has_started_anew_ends_and_does_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: bool, acts: bool
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.are_gone = blind
+    other = SupervisorLock(nodes.run)
+    if not acts:
+        assert other.acquire()
+    record: dict[str, Any] = {}
+    deadline = time.monotonic() + 20
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        if number < 5 or time.monotonic() > deadline:
+            return state, [Finish("failed")] if number > 5 else []
+        if number == 5:
+            record.update(start_anew())
+            other.release()
+        return generation_after(state), [Start("c", is_new=True), Fence("b", 1)]
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _), pytest.raises(Over, match="anew"):
+        supervisor.watch()
+
+    assert nodes.of("prestart") == nodes.of("fence") == []
+    assert json.loads((nodes.run.folder / "run.json").read_text()) == record
+
+
+def test_a_supervisor_that_can_reach_no_node_ends_when_the_run_is_on_record_as_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.are_gone = True
+    deadline = time.monotonic() + 20
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        if number == 5:
+            find_runs.find(None).finish("stopped", "stopped by kit down")
+        return state, [Finish("failed")] if time.monotonic() > deadline else []
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _), pytest.raises(Over) as over:
+        supervisor.watch()
+    assert str(over.value) == "lab-1 has ended: stopped by kit down"
+
+
+def test_once_a_run_is_on_record_as_ended_its_nodes_may_still_tell_how_and_nothing_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        if number == 5:
+            find_runs.find(None).finish("stopped", "stopped by kit down")
+        actions: list[Action] = [Join("a")] if number >= 5 else []
+        return state, [*actions, Finish("stopped")] if number > 20 else actions
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+    assert nodes.of("join") == nodes.of("stop") == []
+
+
+def test_nothing_is_written_or_started_where_the_run_was_started_anew_since_it_was_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    state = policy.begin(Rules.of(nodes.inventory), generation=0, host="a", port=4711, nodes=("a", "b"))
+    with nodes.run.changing():
+        nodes.run.judgement = state.to_dict()
+    writer = record_writer.RecordWriter(nodes.run, Said())
+    gatherer = events.Gatherer(nodes.run.folder)
+    assert writer.is_written(state, gatherer)
+    record: dict[str, Any] = {}
+    nodes.answers["prestart"] = lambda *_: record.update(start_anew())
+
+    with pytest.raises(KitError, match="started anew"):
+        nodes.client.start_anew("a", state, is_new=False, record=lambda *_: None)
+    assert not writer.is_written(generation_after(state), gatherer)
+    with pytest.raises(Over):
+        writer.write_plan("a", nodes.client.node("a"))
+    with pytest.raises(KitError, match="started anew"):
+        nodes.client.start_anew("a", state, is_new=False, record=lambda *_: None)
+
+    assert (len(nodes.of("prestart")), nodes.of("start")) == (1, [])
+    assert json.loads((nodes.run.folder / "run.json").read_text()) == record
