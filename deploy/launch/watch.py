@@ -146,7 +146,9 @@ def _write_end(run: Run, verdict: Verdict) -> None:
 def _view(run: Run, rules: Rules, options: Options, *, is_asked: bool) -> View:
     """A live screen where a user sits at a terminal that can show one, else lines."""
     if not is_asked or not fits_screen(plain=options.plain or options.quiet):
-        return View(list(rules.nodes), logs=not options.quiet)
+        # What is left running in the background writes to a file that nothing bounds, and nobody follows.
+        repeats = is_asked or not options.quiet
+        return View(list(rules.nodes), logs=not options.quiet, repeats=repeats)
     return full_screen(
         run,
         rules,

@@ -56,9 +56,11 @@ class Doing:
 class View:
     """Prints lines; in a terminal the nodes' status stays below them."""
 
-    def __init__(self, nodes: list[str], *, logs: bool = True) -> None:
+    def __init__(self, nodes: list[str], *, logs: bool = True, repeats: bool = True) -> None:
+        """Without a terminal, a node's status is printed when its state changes, and again now and then (`repeats`)."""
         self._nodes = nodes
         self._logs = logs
+        self._repeats = repeats
         self._width = max(map(len, nodes), default=0)
         self._status: dict[str, str] = {}
         self._live: Live | None = None
@@ -123,7 +125,7 @@ class View:
             return
         states = {node: line.partition("  ")[0] for node, line in lines.items()}
         changed = [node for node in lines if states[node] != self._printed.get(node)]
-        if time.monotonic() - self._printed_at > PLAIN_STATUS_S:
+        if self._repeats and time.monotonic() - self._printed_at > PLAIN_STATUS_S:
             changed = list(lines)
         if changed:
             self._printed, self._printed_at = states, time.monotonic()

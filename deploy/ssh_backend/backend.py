@@ -56,8 +56,6 @@ class SshBackend:
 
         if options.dry_run:
             return _dry_run(inventory, options)
-        if options.metrics is not None:
-            metrics_port.check(options.metrics)
         with contextlib.ExitStack() as stack:
             interrupts = stack.enter_context(Interrupts())
             with locks.starting(inventory.path):
@@ -72,6 +70,9 @@ class SshBackend:
                         print(f"{run.run_id} trained to the end while nobody watched; {again}", flush=True)
                         return 0
                 attached = client is not None
+                is_led = client is not None and _is_led(client.run)
+                if options.metrics is not None and not is_led:  # else that one may serve them there
+                    metrics_port.check(options.metrics)
                 shown: dict[str, dict[str, int]] = {}
                 if client is None:
                     # A run that was stopped or failed goes on; one that trained to its end is done.
@@ -80,7 +81,10 @@ class SshBackend:
                     shown = _earlier_logs(client) if resumed and not options.detach else {}
                 interrupts.hold()
             if options.detach:
-                leave_a_supervisor(client.run, options)
+                if is_led:
+                    _tell_who_leads(client.run, options)
+                else:
+                    leave_a_supervisor(client.run, options)
                 interrupts.each()
                 print(
                     f"{client.run.run_id} is running: {resume_command(client.run)} attaches to it, kit down "
@@ -295,6 +299,12 @@ def _is_led(run: Run) -> bool:
     is_free = lock.acquire()
     lock.release()
     return not is_free
+
+
+def _tell_who_leads(run: Run, options: Options) -> None:
+    pid = SupervisorLock(run).owner()
+    serves = ", and serves metrics as it was told when it was started" if options.metrics else ""
+    print(f"process {pid} supervises it already{serves}; after `kill {pid}`, kit up -d leaves another")
 
 
 def _is_alive(run: Run, channels: Mapping[str, HostChannel]) -> bool:

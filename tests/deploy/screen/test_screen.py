@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
+from nodekit.deploy.launch import watch
+from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.keys import decode
 from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.runs import Run
+from nodekit.deploy.screen import view as view_file
 from nodekit.deploy.screen.screen import Model, Node, closing, lines, render
 from nodekit.deploy.screen.screen_text import spark, wrapped
 from nodekit.deploy.screen.view import Doing, FullScreen
 from nodekit.deploy.screen.view_model import ViewModel
+from nodekit.deploy.supervise.state import Rules
 
 GIB = 2**30
 NOW = 1_795_327_283.0
@@ -307,6 +313,21 @@ def test_a_mistake_in_the_view_leaves_lines(capsys: pytest.CaptureFixture[str]) 
         "the live view failed, lines follow: ValueError: sample",
         "a  running  step 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("is_asked", "num_lines"), [(True, 3), (False, 2)], ids=["followed", "in the background"]
+)
+def test_without_a_terminal_statuses_are_repeated_only_where_somebody_follows(
+    is_asked: bool, num_lines: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_file, "PLAIN_STATUS_S", -1.0)
+    rules = Rules(nodes=("a",), min_nodes=1, max_nodes=1)
+    options = Options(inventory=Path("lab.yaml"), quiet=True)
+    view = watch._view(cast(Run, None), rules, options, is_asked=is_asked)
+    for line in ("running  step 1", "running  step 2", "orphaned"):
+        view.status({"a": line})
+    assert len(capsys.readouterr().out.splitlines()) == num_lines
 
 
 def test_keys_are_told_from_what_a_terminal_sends() -> None:

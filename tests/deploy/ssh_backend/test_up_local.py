@@ -166,6 +166,30 @@ def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
     assert re.search(rf"^{found} .* stopped +stopped by kit down$", local.run("runs").stdout, re.MULTILINE)
 
 
+def test_detached_again_it_is_left_to_the_supervisor_that_it_has(local: Kit, own_home: Path) -> None:
+    (local.folder / "job.py").write_text(FOREVER)
+    up = ("up", "two nodes.yaml", "-d", "--metrics-port", str(free_port()), "--", "job.py")
+    assert local.run(*up).returncode == 0
+    run = find_runs.find(None)
+    log = run.folder / "supervisor.log"
+    until(lambda: "running" in log.read_text(), what="the supervisor that was left behind")
+
+    def supervisors() -> list[int]:
+        found = processes_of(f"HOME={own_home}").items()
+        return [pid for pid, line in found if f"supervise {run.run_id}" in line]
+
+    (first,) = supervisors()
+    again = local.run(*up)
+    assert again.returncode == 0, again.stderr
+    assert f"process {first} supervises it already, and serves metrics as" in again.stdout
+    assert supervisors() == [first]
+    os.kill(first, signal.SIGKILL)
+    until(lambda: not locks.is_supervised(run), what="its end")
+    assert local.run(*up).returncode == 0
+    until(lambda: locks.is_supervised(run), what="another one")
+    assert len(supervisors()) == 1
+
+
 @pytest.mark.parametrize("before", ["fence", "start"], ids=["before the gos", "after a go"])
 def test_a_run_that_is_stopped_while_it_starts_does_not_start(
     local: Kit, monkeypatch: pytest.MonkeyPatch, before: str
