@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,8 @@ class SshOptions:
     notice: Callable[[str], None] = print
     open: Callable[[Host], HostChannel] | None = None
     """What opens a channel in place of SSH, where the hosts are a Slurm allocation's."""
+    may_ask: bool = True
+    """Whether somebody is there to be asked for a key's passphrase."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask_passphrase(self, path: str) -> str:
@@ -87,7 +89,7 @@ def _connect(host: Host, options: SshOptions, *, timeout_s: float, may_ask: bool
         ),
         timeout_s=timeout_s,
         accept_new_host_keys=options.accept_new_host_keys,
-        ask_passphrase=options.ask_passphrase if may_ask else None,
+        ask_passphrase=options.ask_passphrase if may_ask and options.may_ask else None,
         notice=options.notice,
     )
 
@@ -137,6 +139,12 @@ def channels(
         yield opened
     finally:
         on_all(opened, HostChannel.close)
+
+
+def was_asked(channels: Mapping[str, HostChannel]) -> bool:
+    """Whether somebody typed a passphrase to open one of these: a process in the background could not open it."""
+    opened = [channel.connection for channel in channels.values()]
+    return any(connection is not None and connection.was_asked for connection in opened)
 
 
 def peer_addresses(hosts: Iterable[Host]) -> dict[str, tuple[str, ...]]:

@@ -63,13 +63,18 @@ class KeyFiles:
         from paramiko.pkey import UnknownKeyType
 
         encrypted, _ = peek(file)
+        nobody = IdentityError(
+            f"identity file {file} is encrypted and there is nobody to ask for its passphrase (kit up -d, and what it "
+            "leaves in the background, asks for none)",
+            cure=f"give it to your agent first: `ssh-add {file}`; or take a key without a passphrase",
+        )
         if encrypted and ask is None:
-            raise IdentityError(
-                f"identity file {file} is encrypted and there is nobody to ask for its passphrase",
-                cure=f"give it to your agent first: `ssh-add {file}`",
-            )
+            raise nobody
         for _ in range(_ATTEMPTS):
-            passphrase = ask(str(file)) if encrypted and ask is not None else None
+            try:
+                passphrase = ask(str(file)) if encrypted and ask is not None else None
+            except EOFError:  # there is no terminal
+                raise nobody from None
             try:
                 return paramiko.PKey.from_path(file, passphrase.encode() if passphrase else None)  # type: ignore[arg-type]
             except (ValueError, TypeError, paramiko.SSHException, UnknownKeyType) as error:
@@ -162,13 +167,15 @@ def candidates(
         )
         if file in named:
             yield candidate
-        elif not (encrypted and ask is None):
+        else:
             late.append(candidate)
     if not only_named:
         for blob, key in agents.items():
             if blob not in used:
                 yield _of_agent(key, f"the agent's {key.comment or key.get_name()}", None)
-    yield from sorted(late, key=lambda candidate: candidate.asked)
+    # With nobody to ask, a locked one is named where there is nothing else: that is why.
+    unlocked = [candidate for candidate in late if not candidate.asked]
+    yield from unlocked if ask is None and (unlocked or agents) else sorted(late, key=lambda each: each.asked)
 
 
 def _of_agent(key: paramiko.AgentKey, label: str, file: Path | None) -> Candidate:

@@ -98,7 +98,7 @@ def _open(connection: Any, hops: list[Client], target: SshTarget) -> None:
     except (paramiko.SSHException, EOFError, OSError) as error:
         _close_all(hops)
         raise HostError(
-            target.name, f"connecting to {connection.host}:{connection.port} failed: {error}"
+            target.name, f"connecting to {connection.host}:{connection.port} failed: {_words(error)}"
         ) from error
     except BaseException:
         _close_all(hops)
@@ -120,6 +120,11 @@ def _equip(connection: Any, settings: Settings) -> list[Client]:
         hops.insert(0, client)
         connection, jump = connection.gateway, True
     return hops
+
+
+def _words(error: Exception) -> str:
+    """What an error says; many of these say nothing."""
+    return str(error) or f"the connection is lost ({type(error).__name__})"
 
 
 def _close_all(hops: Sequence[Client]) -> None:
@@ -224,7 +229,7 @@ class SshConnection:
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise HostError(
                 self.target.name,
-                f"{self._hops[-1].where} did not start a command: {error or 'the connection is lost'}",
+                f"{self._hops[-1].where} did not start a command: {_words(error)}",
             ) from error
         return SshProcess(channel)
 
@@ -235,7 +240,9 @@ class SshConnection:
         try:
             return self._hops[-1].open_sftp()
         except (paramiko.SSHException, EOFError, OSError) as error:
-            raise HostError(self.target.name, f"{self._hops[-1].where} has no SFTP: {error}") from error
+            raise HostError(
+                self.target.name, f"{self._hops[-1].where} has no SFTP: {_words(error)}"
+            ) from error
 
     def to_port(self, port: int) -> paramiko.Channel:
         """A connection to a port of the host's own loopback, for its `deploy/connect/tunnel.py`.
@@ -260,9 +267,14 @@ class SshConnection:
             ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise HostError(
-                self.target.name, f"{self._hops[-1].where} cannot be reached any more: {error}"
+                self.target.name, f"{self._hops[-1].where} cannot be reached any more: {_words(error)}"
             ) from error
         return channel
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether somebody was asked for the passphrase of a key on the way."""
+        return any(hop.used is not None and hop.used[0].asked for hop in self._hops)
 
     def rsync_rsh(self) -> list[str] | None:
         """The system's ssh client with what makes it reach this very host; any name does as its destination.
@@ -270,7 +282,7 @@ class SshConnection:
         It reads no configuration and asks nobody: address, user, key, jump hosts and the one host key it may
         meet are in its arguments. None where there is no such client, or it cannot have the key that we used.
         """
-        if shutil.which("ssh") is None or any(hop.used is None or hop.used[0].asked for hop in self._hops):
+        if shutil.which("ssh") is None or self.was_asked:
             return None
         with self._lock:
             if self._files is None:

@@ -65,7 +65,11 @@ def watch(
     interrupts = interrupts or Interrupts()
     interrupts.hold()  # one that comes before there is what stops the run stops it a moment later
     run, lock = client.run, locks.SupervisorLock(client.run)
-    with _view(run, Rules.of(client.inventory), options, is_asked=is_asked) as view:
+
+    def stays() -> str:
+        return _locked_out(client) if lock.is_held else ""
+
+    with _view(run, Rules.of(client.inventory), options, is_asked=is_asked, stays=stays) as view:
         if not lock.acquire():
             view.say(f"supervised by process {lock.owner()} on this machine; this one watches")
         supervisor = _supervisor(client, options, view, lock, tail_bytes=tail_bytes, shown=shown)
@@ -78,7 +82,7 @@ def watch(
             interrupts.hold()
             view.close()
             supervisor.close()
-            return _leave(run, options, lock, interrupts)
+            return _leave(client, options, lock, interrupts)
         except Over as over:
             interrupts.each()
             view.close()
@@ -143,7 +147,16 @@ def _write_end(run: Run, verdict: Verdict) -> None:
         run.finish(verdict.outcome, verdict.summary, asdict(verdict.cause) if verdict.cause else None)
 
 
-def _view(run: Run, rules: Rules, options: Options, *, is_asked: bool) -> View:
+def _locked_out(client: NodeClient) -> str:
+    """Why a process in the background could not supervise a run; "" where it could."""
+    if not cluster.was_asked(client.channels.copy()):
+        return ""
+    return "a supervisor in the background needs ssh-agent (ssh-add before kit up): a key's passphrase was typed here"
+
+
+def _view(
+    run: Run, rules: Rules, options: Options, *, is_asked: bool, stays: Callable[[], str] = str
+) -> View:
     """A live screen where a user sits at a terminal that can show one, else lines."""
     if not is_asked or not fits_screen(plain=options.plain or options.quiet):
         # What is left running in the background writes to a file that nothing bounds, and nobody follows.
@@ -154,14 +167,18 @@ def _view(run: Run, rules: Rules, options: Options, *, is_asked: bool) -> View:
         rules,
         leaves="leave the job running, and this view; kit watch opens it again",
         interrupts="stop the job on all nodes, after a snapshot",
+        stays=stays,
     )
 
 
-def full_screen(run: Run, rules: Rules, *, leaves: str, interrupts: str) -> FullScreen:
+def full_screen(
+    run: Run, rules: Rules, *, leaves: str, interrupts: str, stays: Callable[[], str] = str
+) -> FullScreen:
     """The live screen of a run, not yet open; what leaving it and Ctrl-C do is said in words."""
     doing = Doing(
         leaves=leaves,
         interrupts=interrupts,
+        stays=stays,
         drain=lambda node, undo, absent: drain.ask(run, rules, node, undo=undo, absent=absent),
         drained=lambda: run.drained,
     )
@@ -190,11 +207,13 @@ def _hangup_leaves() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _leave(run: Run, options: Options, lock: locks.SupervisorLock, interrupts: Interrupts) -> int:
+def _leave(client: NodeClient, options: Options, lock: locks.SupervisorLock, interrupts: Interrupts) -> int:
     """Have the run supervised by a process that stays, unless another does it already; the exit status."""
-    acted = lock.acquire()
+    run, acted = client.run, lock.acquire()
     lock.release()
-    if acted:
+    if acted and (why := _locked_out(client)):  # its terminal is gone: there is nobody to be told, or asked
+        run.event("said", text=why)
+    elif acted:
         leave_a_supervisor(run, options)
     interrupts.each()
     print(

@@ -178,13 +178,8 @@ def _ask_hosts(
     from nodekit.deploy.connect import cluster
     from nodekit.deploy.connect.channel import on_all
 
-    class Quiet(cluster.SshOptions):
-        """Never prompts at the terminal, which could exceed the time limit."""
-
-        def ask_passphrase(self, path: str) -> str:
-            raise KitError(f"{path} has a passphrase, and nobody is asked for it")
-
-    quiet = Quiet(options.accept_new_host_keys, notice=lambda _: None, open=options.open)
+    # Asking at the terminal could exceed the time limit.
+    quiet = dataclasses.replace(options, notice=lambda _: None, may_ask=False)
     until = time.monotonic() + ASK_TIMEOUT_S
 
     def ask(host: Host) -> None:

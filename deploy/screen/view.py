@@ -47,6 +47,8 @@ class Doing:
     """What becomes of the job when the user leaves, for a list of keys."""
     interrupts: str
     """What Ctrl-C does."""
+    stays: Callable[[], str] = str
+    """Why the user cannot leave; "" where that is possible."""
     drain: Callable[[str, bool, Collection[str]], str] | None = None
     """(node, whether to take that back, nodes that are unreachable) → what is to be said of it."""
     drained: Callable[[], Collection[str]] = tuple
@@ -401,7 +403,10 @@ class FullScreen(View):
         elif key == "esc":
             self._shows_log = False
         elif key == "q":
-            raise Left
+            if why := self._doing.stays():
+                self._note(why)
+            else:
+                raise Left
         elif key == "s":
             self._asks = ("Stop the job on all nodes, after a snapshot?", _stop)
         elif key == "d":

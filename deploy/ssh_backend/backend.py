@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 from collections.abc import Mapping
@@ -56,6 +57,9 @@ class SshBackend:
 
         if options.dry_run:
             return _dry_run(inventory, options)
+        if options.detach:
+            # Who supervises it then has nobody to ask for a passphrase: that shows before anything is started.
+            options = dataclasses.replace(options, ssh=dataclasses.replace(options.ssh, may_ask=False))
         with contextlib.ExitStack() as stack:
             interrupts = stack.enter_context(Interrupts())
             with locks.starting(inventory.path):

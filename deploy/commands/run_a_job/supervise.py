@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from nodekit.deploy.commands import arguments
@@ -27,6 +28,6 @@ def run(args: argparse.Namespace) -> int:
         inventory=Path(run.inventory_path),
         quiet=True,
         metrics=arguments.metrics(args),
-        ssh=arguments.ssh_options(args),
+        ssh=dataclasses.replace(arguments.ssh_options(args), may_ask=False),
     )
     return SshBackend().supervise(run, options)

@@ -344,12 +344,42 @@ def test_encrypted_key_is_asked_for_once_for_all_hosts(
     for connection in results.values():
         assert isinstance(connection, ssh.SshConnection)
         assert connection.rsync_rsh() is None
+        assert connection.was_asked
         connection.close()
 
 
 def test_encrypted_key_with_nobody_to_ask(start_sshd: Start, target: Make, own_home: Path) -> None:
     key = keygen(own_home / "locked", passphrase="open sesame")
     assert f"`ssh-add {key}`" in problem(target(start_sshd(), identity_file=str(key)))
+
+
+def test_no_terminal_to_ask_at_is_nobody_to_ask(start_sshd: Start, target: Make, own_home: Path) -> None:
+    def ask(_: str) -> str:
+        raise EOFError
+
+    key = keygen(own_home / "locked", passphrase="open sesame")
+    said = problem(target(start_sshd(), identity_file=str(key)), ask_passphrase=ask)
+    assert f"identity file {key} is encrypted and there is nobody to ask" in said
+
+
+def test_with_nobody_to_ask_a_locked_default_key_is_named_where_it_is_the_only_one(
+    start_sshd: Start, target: Make, own_home: Path
+) -> None:
+    key = keygen(own_home / ".ssh" / "id_rsa", passphrase="x")
+    where = target(start_sshd(), identity_file=None)
+    assert f"`ssh-add {key}`" in problem(where)
+    keygen(own_home / ".ssh" / "id_ed25519")
+    assert f"with any key tried ({own_home / '.ssh' / 'id_ed25519'})" in problem(where)
+
+
+def test_what_says_nothing_is_given_words(
+    start_sshd: Start, target: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise EOFError
+
+    monkeypatch.setattr(sshclient.Client, "connect", fails)
+    assert problem(target(start_sshd())).endswith(" failed: the connection is lost (EOFError)")
 
 
 def test_time_to_type_a_passphrase_is_not_counted(
