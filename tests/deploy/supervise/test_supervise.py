@@ -694,7 +694,7 @@ def test_nothing_is_written_or_started_where_the_run_was_started_anew_since_it_w
         nodes.client.start_anew("a", state, is_new=False, record=lambda *_: None)
     assert not writer.is_written(generation_after(state), gatherer)
     with pytest.raises(Over):
-        writer.write_plan("a", nodes.client.node("a"))
+        writer.write_plan("a", nodes.client.node("a"), 0.0)
     with pytest.raises(KitError, match="started anew"):
         nodes.client.start_anew("a", state, is_new=False, record=lambda *_: None)
 
