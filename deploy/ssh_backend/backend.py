@@ -306,9 +306,8 @@ def _is_led(run: Run) -> bool:
 
 
 def _tell_who_leads(run: Run, options: Options) -> None:
-    pid = SupervisorLock(run).owner()
     serves = ", and serves metrics as it was told when it was started" if options.metrics else ""
-    print(f"process {pid} supervises it already{serves}; after `kill {pid}`, kit up -d leaves another")
+    print(f"process {SupervisorLock(run).owner()} supervises it already{serves}")
 
 
 def _is_alive(run: Run, channels: Mapping[str, HostChannel]) -> bool:
