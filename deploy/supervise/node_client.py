@@ -104,7 +104,7 @@ class NodeClient:
                 before it does: who takes over finds it there.
 
         Raises:
-            HostError: the host is not fit, or cannot be reached.
+            HostError: the host is not fit, or cannot be reached; or the run has ended, or was started anew.
             KitError: what `record` raises.
         """
         host = next(each for each in self.inventory.hosts if each.name == name)
@@ -127,6 +127,7 @@ class NodeClient:
             raise KitErrors(problems)
         planned = self._planned(name, facts[name])
         code = self._lacking_code(planned)
+        self._refuse_over(name)  # what runs there may be another start's, which this one's record does not know
         if name not in self.run.nodes:  # an agent that the last stop did not reach runs the code of then
             self._stop(planned, for_good=False)
         record(name, planned, facts[name].clock_offset_s)
@@ -140,7 +141,6 @@ class NodeClient:
         port = None
         if name == state.host:
             port = int(self._call(name, "hold_port", address=self.node(name).local_addr))
-        self._refuse_over(name)
         self.prestart(name, secrets_of(self.inventory))
         if code is not None:
             self._send_code(name, code, facts[name])
