@@ -58,6 +58,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         device_count=lambda: 2,
         set_device=lambda device: told.append(("set", device)),
         manual_seed=lambda _: told.append("seeded"),
+        manual_seed_all=lambda _: None,
         current_stream=lambda device: {XPU: stream}[device],
         max_memory_allocated=lambda number: 100 + number,
         Event=Event,
