@@ -21,7 +21,7 @@ from nodekit.training.engine_info import ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 from nodekit.training.group import collectives
 from nodekit.training.options.arguments import parse
-from nodekit.training.process import devices
+from nodekit.training.process import devices, rng
 from nodekit.training.process.stop import Stop
 from nodekit.training.snapshots.hostcopy import Gathered, HostCopy
 from nodekit.training.tasks.digits import Digits
@@ -58,7 +58,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         device_count=lambda: 2,
         set_device=lambda device: told.append(("set", device)),
         manual_seed=lambda _: told.append("seeded"),
-        manual_seed_all=lambda _: None,
+        manual_seed_all=lambda _: told.append("all seeded"),
         current_stream=lambda device: {XPU: stream}[device],
         max_memory_allocated=lambda number: 100 + number,
         Event=Event,
@@ -178,11 +178,12 @@ def test_a_training_asks_nothing_else_and_has_the_curve_of_the_cpu(
     train(tmp_path / "xpu", "--epochs", "1")
     train(tmp_path / "xpu")
     assert asked[:2] == [("set", XPU), "xccl"]
-    assert asked.count("seeded") == 12
+    assert (asked.count("seeded"), asked.count("all seeded")) == (12, 4)
     result = json.loads((tmp_path / "xpu" / "result.json").read_text())
     assert (result["resumed_at_step"], result["peak_memory_bytes"]) == (6, 101)
     asked.clear()
-    monkeypatch.setattr(devices, "kind_here", lambda: "cpu")
+    for module in (devices, rng):
+        monkeypatch.setattr(module, "kind_here", lambda: "cpu")
     train(tmp_path / "cpu", "--epochs", "1")
     train(tmp_path / "cpu")
     assert asked == ["gloo", "gloo"]
