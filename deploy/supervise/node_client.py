@@ -127,7 +127,8 @@ class NodeClient:
             raise KitErrors(problems)
         planned = self._planned(name, facts[name])
         code = self._lacking_code(planned)
-        self._refuse_over(name)  # what runs there may be another start's, which this one's record does not know
+        # What runs there may be another start's, which this one's record does not know.
+        self._refuse_over(name)
         if name not in self.run.nodes:  # an agent that the last stop did not reach runs the code of then
             self._stop(planned, for_good=False)
         record(name, planned, facts[name].clock_offset_s)
