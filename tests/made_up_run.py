@@ -172,5 +172,4 @@ def run() -> Run:
         token="0123456789abcdef0123456789abcdef",
         code_digest="ab" * 32,
         clock_offsets={node: 0.0004 * number for number, node in enumerate(NODES)},
-        skew_s=0.0012,
     )

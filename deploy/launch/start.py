@@ -416,7 +416,6 @@ def _record(
         command=list(options.command) if options.command else None,
         created=time.time(),
     )
-    offsets = [found.clock_offset_s for found in facts.values()]
     saved = of_kind(events.read(run.folder), "snapshot") if resumed else []
     # Before it is on record as starting: from then on it is this start that a `kit down` ends.
     run.say_stop("")
@@ -428,7 +427,6 @@ def _record(
             )
         run.token = run.token or token_hex(16)
         run.clock_offsets = {name: found.clock_offset_s for name, found in facts.items()}
-        run.skew_s = max(offsets) - min(offsets)
         run.inventory, run.is_placed = dump(inventory), is_placed
         run.skip_check = options.skip_check
         run.state, run.started, run.ended = "starting", time.time(), None

@@ -76,8 +76,6 @@ class Run:
     values there."""
     clock_offsets: dict[str, float] = field(default_factory=dict)
     """node → its clock minus ours, in seconds."""
-    skew_s: float = 0.0
-    """How far the nodes' clocks are apart."""
     judgement: dict[str, Any] = field(default_factory=dict)
     """What the supervisor has decided so far (deploy/supervise/policy.py): who takes over goes on from it."""
     number: int = 0
@@ -181,6 +179,12 @@ class Run:
         path = self.folder / "drained"
         with told(path):
             write_private(str(path), json.dumps(dict(sorted(nodes.items()))).encode(), durable=True)
+
+    @property
+    def skew_s(self) -> float:
+        """How far the nodes' clocks are apart."""
+        offsets = self.clock_offsets.values()
+        return max(offsets, default=0.0) - min(offsets, default=0.0)
 
     def is_still(self, started: float) -> bool:
         """Whether what was started then goes on: it has not ended, and the run was not started anew."""

@@ -97,9 +97,7 @@ class RecordWriter:
             with self._run.changing(mends=True) as is_damaged:
                 self._refuse_over()
                 self._run.nodes = {**self._run.nodes, name: dataclasses.asdict(node)}
-                offsets = {**self._run.clock_offsets, name: clock_offset_s}
-                self._run.clock_offsets = offsets
-                self._run.skew_s = max(offsets.values()) - min(offsets.values())
+                self._run.clock_offsets = {**self._run.clock_offsets, name: clock_offset_s}
         except NotWritten as error:
             self.cannot_write(str(error))
             raise

@@ -453,7 +453,7 @@ def test_a_change_that_fails_leaves_the_record_as_it_was(
         run = record("lab-1122-060100-aaaa", state="running", nodes={"gpu1": {"env": "x" * 5000}})
         with contextlib.suppress(ZeroDivisionError), run.changing():
             run.generation = 1
-            run.skew_s = 1 / 0
+            run.started = 1 / 0
         with full(tmp_path / "small"):
             with pytest.raises(NotWritten) as raised, run.changing():
                 run.generation = 2
