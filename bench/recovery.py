@@ -371,9 +371,7 @@ def times_table(results: Results) -> str:
     for key in faults:
         rows.append([FAULTS[key].title, *(_times(found.get(key, ())) for found in results.values())])
         if FAULTS[key].is_return:
-            pauses = [
-                _range([t.pause_s for t in _good(found.get(key, ()))], digits=2) for found in results.values()
-            ]
+            pauses = [_range([t.pause_s for t in _good(found.get(key, ()))]) for found in results.values()]
             rows.append(["  the others' pause", *pauses])
     return table(["seconds to the next trained step", *results], rows)
 
@@ -382,9 +380,12 @@ def _good(trials: Iterable[Trial]) -> list[Trial]:
     return [trial for trial in trials if trial.seconds is not None]
 
 
-def _range(values: Sequence[float], digits: int = 1) -> str:
+def _range(values: Sequence[float], digits: int | None = None) -> str:
+    """The median and the range, in tenths or, below one, in hundredths."""
     if not values:
         return "–"
+    if digits is None:
+        digits = 2 if median(values) < 1 else 1
     middle = f"{median(values):.{digits}f}"
     if len(values) == 1:
         return middle

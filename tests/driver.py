@@ -32,8 +32,9 @@ assert descriptors.raise_limit() == 1000  # as an agent does; its workers keep w
 print(json.dumps(server and server.pid), flush=True)
 for line in sys.stdin:
     name, args = json.loads(line)
-    if name == "start":
-        result = workers.start([WorkerStart(**{**start, "argv": tuple(start["argv"])}) for start in args])
+    if name in ("start", "start_soon"):
+        starts = [WorkerStart(**{**start, "argv": tuple(start["argv"])}) for start in args]
+        result = getattr(workers, name)(starts)
     elif name == "stop_all_but_one_that_says_late_that_it_stays":
         looks = iter([[]])
         result = workers.stop(0, staying=lambda: next(looks, [0]))
@@ -100,7 +101,11 @@ class Driver:
         return ("python", name)
 
     def start(
-        self, *argvs: Sequence[str], env: dict[str, str | None] | None = None, log: Path | None = None
+        self,
+        *argvs: Sequence[str],
+        env: dict[str, str | None] | None = None,
+        log: Path | None = None,
+        how: str = "start",
     ) -> dict[int, int]:
         """Start one worker per argv; `env` are changes of the environment."""
         self._count += 1
@@ -117,7 +122,7 @@ class Driver:
                     "log": str(self.logs[local_rank]),
                 }
             )
-        return {int(rank): pid for rank, pid in self.call("start", *starts).items()}
+        return {int(rank): pid for rank, pid in (self.call(how, *starts) or {}).items()}
 
     def log(self, local_rank: int = 0) -> str:
         path = self.logs[local_rank]

@@ -143,7 +143,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         return refused(error)
     import_all(imports_of(options))
-    if world.standby_world_size:
+    if world.standby_world_size is not None:
         get_ready(options, world, task)
         world = reform.attempt_of(world, lambda: _world(options))
     gc.freeze()

@@ -91,8 +91,8 @@ class World:
     """What the inventory wants done about a loss that is not finite: ``stop`` or ``rollback``."""
     agent_pipe: Path | None = None
     """Where kit says that another rank is lost (see ``agent_messages``)."""
-    standby_world_size: int = 0
-    """Where kit has started this rank before its attempt is known: how many ranks that may have."""
+    standby_world_size: int | None = None
+    """Where kit has started this rank before its attempt is known: how many ranks that may have, 0 if it begins now."""
     recorder_files: tuple[str, str] | None = None
     """By which torch's flight recorder is asked, and what it writes: to both this rank's number is added."""
     may_stay: bool = False
@@ -155,7 +155,7 @@ class World:
             events_file=_path(env, "NODEKIT_EVENTS_FILE"),
             on_nan=env.get("NODEKIT_ON_NAN") or "stop",
             agent_pipe=_path(env, "NODEKIT_AGENT_PIPE"),
-            standby_world_size=_number(env, "NODEKIT_STANDBY", 0),
+            standby_world_size=_number(env, "NODEKIT_STANDBY", 0) if env.get("NODEKIT_STANDBY") else None,
             recorder_files=_recorder_files(env),
         )
 

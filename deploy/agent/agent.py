@@ -406,7 +406,10 @@ class Agent:
             if reason is not None:
                 self._failed_as = reason
                 return "failed"
-        return self._again_or_give_up()
+        why = self._again_or_give_up()
+        if why == "again":
+            self._attempts.replace(self._spec)
+        return why
 
     def _again_or_give_up(self) -> Why:
         if not self._budget.is_fruitless:

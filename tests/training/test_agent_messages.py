@@ -1,5 +1,6 @@
 """What kit's agent tells a rank, and what a rank does with it while it joins the others."""
 
+import os
 import queue
 import signal
 import threading
@@ -140,6 +141,48 @@ def test_a_rank_does_not_join_an_attempt_that_is_over(
     again.join()
     assert [each.num_restarts for each in tried] == [0, 2]
     assert (tmp_path / "progress1").read_text().startswith("41 waiting with the newest step")
+
+
+def test_who_stands_by_does_not_join_an_attempt_that_is_over(
+    agent: Messages, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODEKIT_STANDBY", "0")
+    made: list[str] = []
+
+    def make() -> World:
+        made.append(os.environ["TRIED"])
+        if len(made) == 1:
+            assert agent.send(0, {"kind": "lost"})
+            until(lambda: world.messages and world.messages.is_over, what="the loss")
+            tell("2")
+        return replace(world, run_id=made[-1])
+
+    def tell(number: str) -> None:
+        assert agent.send(0, {"kind": "next", "env": {"TRIED": number}, "log": ""})
+
+    monkeypatch.setenv("TRIED", "")
+    assert world.messages is not None
+    tell("1")
+    assert reform.attempt_of(world, make).run_id == "2"
+    assert made == ["1", "2"]
+    assert "NODEKIT_STANDBY" not in os.environ
+    assert not agent.is_heard(), "its agent has not waited for it, and may take it for the word of a loss"
+
+
+def test_who_is_about_to_be_started_hears_what_it_is_told(agent: Messages) -> None:
+    agent.keep(0)
+    assert agent.send(0, {"kind": "next", "env": {"RANK": "1"}, "log": "a log"})
+    found = AgentMessages(agent.path(0)).next_attempt(SOON_S)
+    assert found is not None
+    assert found.env == {"RANK": "1"}
+    agent.keep(1)
+    assert agent.send(1, {"kind": "lost"})
+    agent.keep_no_more()
+    assert not agent.send(1, {"kind": "lost"})
+    assert AgentMessages(agent.path(1)).next_attempt(0.01) is None
+    with agent.path(1).open("r+b", buffering=0) as late:
+        assert not agent.is_unread(1), "what the one before it has not read"
+        assert late.fileno()
 
 
 def test_a_rank_that_waits_is_heard_at_once(agent: Messages) -> None:

@@ -187,3 +187,14 @@ def test_to_get_ready_changes_nothing_of_the_task(caplog: pytest.LogCaptureFixtu
     assert all(torch.equal(*pair) for pair in zip(before, task.kept.parameters(), strict=True))
     rng.seed_all(options.seed, rank=0)  # as the other ranks do before they make the model and read the data
     assert task.split == float(torch.rand(()))
+
+
+def test_a_rank_for_which_the_others_wait_computes_no_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who replaces a lost one is started before the attempt is known, and is not to be late for it."""
+    assert World.from_env({}).standby_world_size is None
+    world = World.from_env({"NODEKIT_STANDBY": "0"})
+    assert world.standby_world_size == 0
+    task = Splitting()
+    get_ready(parse([]), world, task)
+    assert not task.losses
+    assert task.split is None

@@ -172,13 +172,16 @@ def attempt_of(world: "World", make: Callable[[], "World"]) -> "World":
 
     if world.messages is None:
         raise RuntimeError("kit's messages cannot be read, so the attempt to take part in is not known")
-    world.stage(WAITING)
-    world.messages.say_waiting()
-    while (found := world.messages.next_attempt(_STANDING_S)) is None:
-        pass
     del os.environ["NODEKIT_STANDBY"]
-    _take_on(found)
-    return make()
+    while True:
+        world.stage(WAITING)
+        while (found := world.messages.next_attempt(_STANDING_S)) is None:
+            pass
+        _take_on(found)
+        of_attempt = make()
+        if not world.messages.is_over:  # else nobody would come to meet it
+            return of_attempt
+        world = of_attempt
 
 
 def _take_on(attempt: NextAttempt) -> None:

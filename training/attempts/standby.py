@@ -24,11 +24,13 @@ def get_ready(options: "Options", world: "World", task: "Task") -> None:
     """Import what is left, compute one step with a model of its own, start NCCL, and forget all of it.
 
     The first of each takes long: imports, files from the disk, the start of the device, and the kernels, each of which
-    is loaded when it is first used (all in all 1 s on an H200).
+    is loaded when it is first used (all in all 1 s on an H200). Where the others wait already, the model is left out.
     """
     import_all(ENGINES[options.engine].libraries)
     if world.device.type != "cpu":
         devices.module_of(world.device.type).set_device(world.device)
+    if not world.standby_world_size:
+        return
     with _which_may_fail():
         _compute_one_step(options, world, task)
     if world.backend == "nccl":
@@ -67,7 +69,7 @@ def _compute_one_step(options: "Options", world: "World", task: "Task") -> None:
     if begins_on_cpu(options):
         return  # the device may have no room for the whole
     module = module.to(world.device)
-    of_all = replace(world, world_size=world.standby_world_size)
+    of_all = replace(world, world_size=world.standby_world_size or 1)
     _, loader = load_training_data(replace(options, num_workers=0), of_all, task)
     module.train()
     with autocast(options, world.device):

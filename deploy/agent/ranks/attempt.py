@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Attempts:
         self.workers = Workers(server)
         self.workers.preload(imports_for(spec.argv), self._base_environment())
         self._attempt = ""
-        self._are_new = False  # whether those that stay are of a node that joins, and in no attempt yet
+        self._standing_by: set[int] = set()  # those that wait for their first attempt
         self._is_lost: Callable[[], bool] = lambda: False
         self._is_on = False  # whether an attempt has begun whose end is not told
         self._world_size = 0
@@ -81,39 +81,50 @@ class Attempts:
 
         Only kit's training module can wait for its attempt like that; of other programs the imports are made ready.
         """
-        if ("-m", TRAINING) not in itertools.pairwise(spec.argv) or self.workers.pids:
+        if not _waits_for_its_attempt(spec) or self.workers.pids:
             return
-        self._messages.prepare(range(spec.nproc_per_node))
         self._record.make_snapshot_dir()
         self._record.forget_progress()
         self.ranks = {local_rank: local_rank for local_rank in range(spec.nproc_per_node)}
         self._expected_snapshot, self._world_size = "", spec.nproc_per_node
-        num_ranks = str(spec.max_nodes * spec.nproc_per_node)  # or so: other nodes may have other numbers
-        self.workers.start(
-            [
-                WorkerStart(
-                    local_rank=local_rank,
-                    argv=spec.argv,
-                    env={
-                        **self._environment(spec, None, local_rank),
-                        **flight.buffer_size(os.environ, torch.__version__),  # read when NCCL starts
-                        "NODEKIT_STANDBY": num_ranks,
-                    },
-                    cwd=spec.code_dir,
-                    # Who fails here is started again, and says so there.
-                    log=str(self._folder / "standby.log"),
-                )
-                for local_rank in self.ranks
-            ]
-        )
+        # Or so: other nodes may have other numbers.
+        self._start_standing_by(spec, self.ranks, num_ranks=spec.max_nodes * spec.nproc_per_node)
         until = time.monotonic() + STAND_BY_S
         while len(ready := self._in_stage(hang.WAITING)) < len(self.ranks):
             if self.workers.poll() or time.monotonic() > until:
                 self.workers.stop(0)
+                self._standing_by.clear()
                 return
             pause()
             self.workers.wait(_POLL_S)
-        self._staying, self._are_new = ready, True
+        self._staying = ready
+
+    def replace(self, spec: AgentSpec) -> None:
+        """Have other ranks in place of those that have ended, ready as far as can be when the nodes have met again."""
+        ended = self.ranks.keys() - self.workers.pids.keys()
+        if ended and _waits_for_its_attempt(spec):
+            self._start_standing_by(spec, ended, num_ranks=0)
+
+    def _start_standing_by(self, spec: AgentSpec, local_ranks: Collection[int], *, num_ranks: int) -> None:
+        self._messages.prepare(range(spec.nproc_per_node))
+        for local_rank in local_ranks:
+            self._messages.keep(local_rank)
+        starts = [
+            WorkerStart(
+                local_rank=local_rank,
+                argv=spec.argv,
+                env={
+                    **self._environment(spec, None, local_rank),
+                    **flight.buffer_size(os.environ, torch.__version__),  # read when NCCL starts
+                    "NODEKIT_STANDBY": str(num_ranks),
+                },
+                cwd=spec.code_dir,
+                log=self._log_before(local_rank),
+            )
+            for local_rank in local_ranks
+        ]
+        self.workers.start_soon(starts)
+        self._standing_by.update(local_ranks)
 
     def prepare(self, spec: AgentSpec, formed: Formed) -> None:
         """Have the folders of an attempt ready, and tell who has met for it.
@@ -140,6 +151,9 @@ class Attempts:
             members=formed.names,
             master=f"{formed.master_addr}:{formed.master_port}",
         )
+        for local_rank in self._standing_by:
+            with contextlib.suppress(OSError):  # what it has said, and says until it hears of the attempt
+                Path(self._log_before(local_rank)).replace(self._log_of(self.ranks[local_rank]))
         self._logbook.begin([self._log_of(rank) for rank in self.ranks.values()])
         _name_threads()
 
@@ -158,15 +172,20 @@ class Attempts:
             )
             for local_rank, rank in self.ranks.items()
         ]
-        stayed, self._staying, self._told = self._staying, set(), {}
-        self._stayed = stayed
+        ended = self.workers.poll()
+        there = self.workers.pids.keys() - ended.keys()
+        waiting = there & (self._staying | self._standing_by)
+        if there != self.workers.pids.keys():  # who has ended while it stood by
+            self.workers.stop(0, staying=lambda: waiting)
+        stayed = waiting - self._standing_by
+        self._staying, self._standing_by, self._stayed, self._told = set(), set(), stayed, {}
         for start in starts:
-            if start.local_rank not in stayed:
+            if start.local_rank not in waiting:
                 continue
             changes = {key: value for key, value in start.env.items() if os.environ.get(key) != value}
             if not self._messages.send(start.local_rank, {"kind": "next", "env": changes, "log": start.log}):
                 os.kill(self.workers.pids[start.local_rank], signal.SIGKILL)  # its end is seen like any other
-        pids = self.workers.start([start for start in starts if start.local_rank not in stayed])
+        pids = self.workers.start([start for start in starts if start.local_rank not in waiting])
         self._started = time.monotonic()
         self._ended: dict[int, float] = {}
         workers = [
@@ -177,9 +196,8 @@ class Attempts:
             "attempt": self._attempt,
             "world_size": self._world_size,
             "workers": workers,
-            "stayed": [] if self._are_new else sorted(self.ranks[local_rank] for local_rank in stayed),
+            "stayed": sorted(self.ranks[local_rank] for local_rank in stayed),
         }
-        self._are_new = False
         self._record.update(
             state="running",
             rank=self.ranks[0],
@@ -241,6 +259,10 @@ class Attempts:
 
     def _log_of(self, rank: int) -> str:
         return str(self._folder / "logs" / f"rank{rank}-attempt{self._attempt}.log")
+
+    def _log_before(self, local_rank: int) -> str:
+        """Of a rank whose attempt is not known yet."""
+        return str(self._folder / f"standby{local_rank}.log")
 
     @property
     def pids(self) -> dict[int, int]:
@@ -373,6 +395,8 @@ class Attempts:
             # Those that wait for an attempt which does not come save what they have.
             self.workers.stop(max(grace_s, self._grace_s) if self._stay() else grace_s)
             self._staying.clear()
+        self._standing_by &= self._staying
+        self._messages.keep_no_more()
         for each in self.workers.stuck[known:]:
             rank = None if each.local_rank is None else self.ranks.get(each.local_rank)
             told = {"rank": rank, "pid": each.pid, "state": each.state, "wchan": each.wchan}
@@ -428,6 +452,11 @@ class Attempts:
             return []
         pids = [self.workers.pids.get(local_rank, 0), *map(int, re.findall(r"\(pid(?:\(s\))? (\d+)", error))]
         return kernel.said(pids, age_s=self.seconds, kills_before=self._kills)
+
+
+def _waits_for_its_attempt(spec: AgentSpec) -> bool:
+    """Whether the ranks can be started before it is known in which attempt they will be: kit's training module."""
+    return ("-m", TRAINING) in itertools.pairwise(spec.argv)
 
 
 def imports_for(argv: Sequence[str]) -> list[str]:

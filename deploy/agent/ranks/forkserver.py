@@ -106,6 +106,11 @@ class ForkServer:
         self._imports_since = None
         return answer
 
+    def post(self, op: str, **args: Any) -> None:
+        """Have the server do something, before what it is asked next, and do not wait for it."""
+        with self._or_lost():
+            self._send(op, args)
+
     def preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
         """Have the server import more, in this environment; `is_ready` tells when it has."""
         with self._or_lost():

@@ -27,6 +27,7 @@ class Messages:
         self._folder = folder
         self.inbox: int | None = None
         """The descriptor from which `is_heard` reads, to wait for it by `poll`; None where there is none."""
+        self._kept: dict[int, int] = {}
 
     def path(self, local_rank: int) -> Path:
         """Where this rank reads."""
@@ -43,6 +44,19 @@ class Messages:
         if self.inbox is None:
             with contextlib.suppress(OSError):  # for writing too: else it would end with each rank
                 self.inbox = os.open(inbox, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def keep(self, local_rank: int) -> None:
+        """From now on keep what this rank is told until it reads it: it is about to be started."""
+        if local_rank not in self._kept:
+            with contextlib.suppress(OSError):
+                self._kept[local_rank] = os.open(
+                    self.path(local_rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+                )
+
+    def keep_no_more(self) -> None:
+        """Who has not begun to read is told nothing; nor is who comes after it."""
+        while self._kept:
+            os.close(self._kept.popitem()[1])
 
     def is_heard(self) -> bool:
         """Whether a rank has said something since the last call."""

@@ -85,18 +85,23 @@ class Workers:
         """Local rank → pid, of all that were started and not stopped yet."""
         return dict(self._pids)
 
+    def start_soon(self, starts: Sequence[WorkerStart]) -> None:
+        """Have workers started, beside those that have stayed, and do not wait for it: `poll` does, and then `pids`."""
+        if self._server is not None:
+            self._served = True
+            with self._losing_the_server():
+                self._server.post("start", starts=_requests(starts))
+                return
+        self.start(starts)
+
     def start(self, starts: Sequence[WorkerStart]) -> dict[int, int]:
         """Start a round of workers, beside those that have stayed: local rank → pid, of all."""
         assert not any(start.local_rank in self._pids for start in starts), "stop comes before the next start"
         self.fresh, self._ended = {}, {}
-        requests = [
-            {**dataclasses.asdict(start), "env": dict(start.env), "argv": list(start.argv)}
-            for start in starts
-        ]
         self._served = (
             self._server is not None
         )  # said first: `stop` must ask the server also if we are interrupted
-        answer = self._ask("start", starts=requests)
+        answer = self._ask("start", starts=_requests(starts))
         if answer is not None:
             self.fresh = {int(local_rank): why for local_rank, why in answer["fresh"].items()}
             for why in {*self.fresh.values()} - self._logged:
@@ -238,3 +243,10 @@ class Workers:
         ours = [str(os.getpid()), start.log, str(self._max_files), start.cwd]
         argv = [sys.executable, "-I", "-S", program, *ours, *start.argv]
         return os.posix_spawn(sys.executable, argv, start.env)
+
+
+def _requests(starts: Sequence[WorkerStart]) -> list[dict[str, Any]]:
+    """As the fork server is asked for them."""
+    return [
+        {**dataclasses.asdict(start), "env": dict(start.env), "argv": list(start.argv)} for start in starts
+    ]

@@ -26,7 +26,8 @@ torch.set_num_threads(1)  # three ranks share two cores
 class Task(Digits):
     def __init__(self, *args):
         super().__init__(*args)
-        open(f"read-by-{os.getpid()}", "w").close()
+        with open(f"read-by-{os.getpid()}", "w") as file:
+            file.write(os.environ.get("NODEKIT_STANDBY", ""))
         self.batches = 0
     def model(self):
         if not os.path.exists(f"model-by-{os.getpid()}"):
@@ -200,8 +201,30 @@ def test_the_others_stay_and_no_step_is_lost(
         assert bool(second["stayed"]) == stay
         assert ([each["pid"] for each in second["workers"]] == before[name]) == stay
         assert first["stayed"] == []
+        # Who replaces a lost rank has read its data before the nodes have met again.
+        read = run.agents.folder / f"code/read-by-{second['workers'][0]['pid']}"
+        assert read.read_text() == ("" if stay else "0")
     assert "in memory" in run.result("n0")["resumed_from"]
     assert run.result("n0")["resumed_at_step"] >= 20
+
+
+DIES_ONCE = """
+    def __new__(cls, *args):
+        if "NODEKIT_STANDBY" in os.environ and not os.path.exists("died"):
+            open("died", "w").close()
+            raise SystemExit("there is no room for it yet")
+        return super().__new__(cls)
+"""
+
+
+def test_a_rank_that_fails_before_its_attempt_is_known_is_started_again(agents: Agents) -> None:
+    """At once, or, where the attempt is known by the time it has ended, in the one after; its words are in a log."""
+    run = Run(agents, job=JOB + DIES_ONCE, num_nodes=1)
+    run.wait_step(20)
+    os.kill(run.pids()["n0"][0], signal.SIGKILL)
+    run.end()
+    assert (agents.folder / "code/died").exists()
+    assert "there is no room for it yet" in run.logs()
 
 
 # gloo in place of NCCL, and a CPU in place of the GPU: its connections are shut where a communicator would be aborted.

@@ -566,6 +566,15 @@ def test_a_worker_that_says_at_the_last_moment_that_it_stays_is_there_at_the_nex
     assert light.call("stop", GRACE_S) is False
 
 
+def test_workers_whose_start_is_not_waited_for_are_there_at_the_next_look(light: Driver) -> None:
+    light.start(light.script(UP), light.script("", "ends.py"), how="start_soon")
+    assert until(lambda: light.call("poll"), what="the end of one") == {"1": 0}
+    assert sorted(light.call("pids")) == ["0", "1"]
+    light.said("up")
+    assert light.call("stop", GRACE_S) is False
+    assert light.call("pids") == {}
+
+
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_stopped_worker_does_not_hold_up_a_stop(light: Driver, heard: bool) -> None:
     deaf = "" if heard else "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
