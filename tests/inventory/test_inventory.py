@@ -222,6 +222,11 @@ def test_a_hostlist_stands_for_these_names(text: str, names: list[str]) -> None:
     assert hostlists.expand(text)[0] == names[0]
 
 
+@pytest.mark.parametrize("text", ["a[1-10000]", "a[1-20000/2]", "a[1-9999],b"])
+def test_a_hostlist_may_be_of_ten_thousand(text: str) -> None:
+    assert len(hostlists.expand(text)) == hostlists.MAX_HOSTS
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -232,6 +237,8 @@ def test_a_hostlist_stands_for_these_names(text: str, names: list[str]) -> None:
         ("a[x]", "in brackets go numbers and ranges, and 'x' is neither"),
         ("a[]", "in brackets go numbers and ranges, and '' is neither"),
         ("a,,b", "a comma has no name beside it"),
+        ("a[0-10000]", "it stands for more than 10,000 hosts"),
+        ("a[0-20000/2]", "it stands for more than 10,000 hosts"),
         ("a[1-999999999]", "it stands for more than 10,000 hosts"),
         ("[1-200][1-200]", "it stands for more than 10,000 hosts"),
         ("a" + "[0,1,2,3,4,5,6,7,8,9]" * 9, "it stands for more than 10,000 hosts"),
