@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hmac
 import json
 import math
 import os
 import random
+import secrets
 import select
 import socket
 import sys
@@ -79,6 +81,8 @@ class RankedNode(upstream._NodeDesc):
     """A node that sorts by its planned rank; upstream gives out ranks in sorted order."""
 
     node_rank: int = 0
+    process: str = ""
+    """Which one: an agent that is started again, in a container or on a host that was, may have the pid of the last."""
 
     def __lt__(self, other: RankedNode) -> bool:
         return (self.node_rank, self.pid) < (other.node_rank, other.pid)
@@ -86,7 +90,13 @@ class RankedNode(upstream._NodeDesc):
     @property
     def identity(self) -> str:
         """What the keepalive server calls it."""
-        return f"{self.node_rank}.{self.pid}"
+        return f"{self.node_rank}.{self.pid}.{self.process}"
+
+
+@functools.cache
+def number_of_process(pid: int) -> str:  # noqa: ARG001  # the cache is by it
+    """A number drawn at random for this process, whose pid it is; a fork draws its own."""
+    return secrets.token_hex(8)
 
 
 def method_name(depth: int = 2) -> str:
@@ -132,7 +142,10 @@ class Rendezvous:
                 spec.master_addr, spec.master_port, listen_fd=spec.listen_fd, multi_tenant=True
             )
             self._signed = SignedStore(self._store, spec.token, f"nodekit/{run_id}", where)
-            node = RankedNode(spec.local_addr, os.getpid(), 0, node_rank=spec.node_rank)
+            pid = os.getpid()
+            node = RankedNode(
+                spec.local_addr, pid, 0, node_rank=spec.node_rank, process=number_of_process(pid)
+            )
             backend = SignedBackend(self._signed)
             self._connect_keepalive(node.identity)
         settings = upstream.RendezvousSettings(

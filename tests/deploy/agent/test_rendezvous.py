@@ -257,6 +257,20 @@ def test_who_is_lost_is_known_to_all_whatever_the_rendezvous_host_does_meanwhile
     until(lambda: not nodes[1]._told_lost)
 
 
+def test_an_agent_started_again_with_the_pid_of_the_last_one_is_another(connect: Any) -> None:
+    """As in a container, or on a host that has started again: the last one was no false alarm, but dead."""
+    host, gone = nodes = [connect(rank, nodes=2, min_nodes=1) for rank in range(2)]
+    form_all(nodes)
+    hang_up(gone, others=host)
+    until(lambda: host.num_nodes_waiting() == 1)
+    rendezvous.number_of_process.cache_clear()
+    again = connect(1, nodes=2, min_nodes=1)
+    assert [len(each.members) for each in form_all([host, again])] == [2, 2]
+    server = host._keepalive_server
+    assert server is not None
+    assert (len(server.lost), server._lost_after) == (1, host._spec.lost_after), "as soon as before"
+
+
 def test_the_loss_of_the_store_ends_a_wait_for_it(connect: Any) -> None:
     host, other = connect(0, nodes=2), connect(1, nodes=2)
     waiting = threading.Thread(target=host.close)
