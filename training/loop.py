@@ -132,7 +132,14 @@ class Loop:
 
     def _make_engine(self, found: Loaded | None, optimizer: torch.optim.Optimizer) -> None:
         state = found.state if found else {}
-        self.engine = load_engine(self.options, self.world, self.module, optimizer, state.get("scaler"))
+        self.engine = load_engine(
+            self.options,
+            self.world,
+            self.module,
+            optimizer,
+            state.get("scaler"),
+            are_alike=found is not None and not found.shards,
+        )
         if found and found.shards:
             cast(ShardedEngine, self.engine).load_shards(found)
         if self.options.compile:

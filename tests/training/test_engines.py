@@ -554,6 +554,26 @@ def test_a_stop_that_is_read_a_step_later_is_the_same_on_all_ranks(
     assert losses(tmp_path) == pytest.approx({step: by_ddp[step] for step in range(1, 24)}, abs=CLOSE)
 
 
+SENDING = """
+import torch.nn.parallel.distributed as ddp
+from nodekit.training.tasks.digits import Digits as Task
+real = ddp._sync_module_states
+def send(*args, **more):
+    with open(__file__ + ".sent", "a") as file:
+        file.write("x")
+    real(*args, **more)
+ddp._sync_module_states = send
+"""
+
+
+def test_ranks_that_have_loaded_one_snapshot_do_not_send_each_other_the_weights(tmp_path: Path) -> None:
+    own = [*task(tmp_path, SENDING), "--keep", "9"]
+    train(tmp_path, *own, "--epochs", "1")
+    assert (tmp_path / "own.py.sent").read_text() == "xx", "rank 0's, when they begin"
+    assert "resumed at step 23 " in train(tmp_path, *own, "--epochs", "2")
+    assert (tmp_path / "own.py.sent").read_text() == "xx"
+
+
 FUSED = """
 from nodekit.training import loop
 from nodekit.training.tasks.digits import Digits as Task

@@ -20,12 +20,13 @@ class Engine(single.Engine):
     model: DistributedDataParallel
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the module, which sends rank 0's weights to all ranks."""
+        """Wrap the module, which sends rank 0's weights to all ranks, unless they have them."""
         device = self.world.device
         model = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
             find_unused_parameters=self.options.find_unused,
+            init_sync=not self.are_alike,
         )
         set_up(model, self.options.compress)
         return model

@@ -76,6 +76,8 @@ def load_engine(
     module: "torch.nn.Module",
     optimizer: "torch.optim.Optimizer",
     scaler: Mapping[str, Any] | None,
+    *,
+    are_alike: bool = False,
 ) -> Engine:
     """Create the engine that the options name, around a module.
 
@@ -86,8 +88,9 @@ def load_engine(
             rank 0's are used.
         optimizer: of the module's parameters, with its initial state.
         scaler: the gradient scaler's initial state, if any.
+        are_alike: whether no rank's weights differ, as after all have loaded one snapshot: then they are not sent.
     """
     made: Engine = importlib.import_module(f"nodekit.training.engines.{options.engine}").Engine(
-        options, world, module, optimizer, scaler
+        options, world, module, optimizer, scaler, are_alike=are_alike
     )
     return made

@@ -34,8 +34,11 @@ class Engine:
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: Mapping[str, Any] | None,
+        *,
+        are_alike: bool = False,
     ) -> None:
         self.options, self.world, self.module = options, world, module
+        self.are_alike = are_alike
         self.optimizer = self._plain = optimizer
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=options.amp == "fp16")
         untrained = _outside(module, optimizer)
