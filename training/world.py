@@ -92,7 +92,7 @@ class World:
     agent_pipe: Path | None = None
     """Where kit says that another rank is lost (see ``agent_messages``)."""
     standby_world_size: int | None = None
-    """Where kit has started this rank before its attempt is known: how many ranks that may have, 0 if it begins now."""
+    """Where kit has started this rank before its attempt is known: how many ranks that may have; 0: the others wait."""
     recorder_files: tuple[str, str] | None = None
     """By which torch's flight recorder is asked, and what it writes: to both this rank's number is added."""
     may_stay: bool = False

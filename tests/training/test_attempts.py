@@ -189,7 +189,7 @@ def test_to_get_ready_changes_nothing_of_the_task(caplog: pytest.LogCaptureFixtu
     assert task.split == float(torch.rand(()))
 
 
-def test_a_rank_for_which_the_others_wait_computes_no_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_for_which_the_others_wait_computes_no_step_before() -> None:
     """Who replaces a lost one is started before the attempt is known, and is not to be late for it."""
     assert World.from_env({}).standby_world_size is None
     world = World.from_env({"NODEKIT_STANDBY": "0"})

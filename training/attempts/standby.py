@@ -32,7 +32,7 @@ def get_ready(options: "Options", world: "World", task: "Task") -> None:
     if not world.standby_world_size:
         return
     with _which_may_fail():
-        _compute_one_step(options, world, task)
+        _compute_one_step(options, replace(world, world_size=world.standby_world_size), task)
     if world.backend == "nccl":
         from nodekit.training.group import nccl
 
@@ -52,7 +52,7 @@ def _which_may_fail() -> Iterator[None]:
 
 
 def _compute_one_step(options: "Options", world: "World", task: "Task") -> None:
-    """A forward and a backward pass, with as many samples as a rank of the attempt will have, or so.
+    """A forward and a backward pass, with as many samples as a rank of this world has.
 
     Nothing of the task is trained or changed by that: another object of its class has the loss, and a model that it may
     keep is not updated.
@@ -69,8 +69,7 @@ def _compute_one_step(options: "Options", world: "World", task: "Task") -> None:
     if begins_on_cpu(options):
         return  # the device may have no room for the whole
     module = module.to(world.device)
-    of_all = replace(world, world_size=world.standby_world_size or 1)
-    _, loader = load_training_data(replace(options, num_workers=0), of_all, task)
+    _, loader = load_training_data(replace(options, num_workers=0), world, task)
     module.train()
     with autocast(options, world.device):
         loss = copy.copy(task).loss(module, to_device(next(iter(loader)), world.device))

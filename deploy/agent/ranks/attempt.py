@@ -94,6 +94,7 @@ class Attempts:
             if self.workers.poll() or time.monotonic() > until:
                 self.workers.stop(0)
                 self._standing_by.clear()
+                self._messages.keep_no_more()
                 return
             pause()
             self.workers.wait(_POLL_S)
