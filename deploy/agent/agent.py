@@ -12,7 +12,7 @@ import contextlib
 import errno
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from nodekit.deploy.agent.ranks.budget import A_HANG, MAX_ATTEMPTS_WITHOUT_PROGR
 from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary, message_of
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.ranks.messages import Kind
-from nodekit.deploy.agent.rendezvous.formed import DONE, Formed
+from nodekit.deploy.agent.rendezvous.formed import DONE, LEAVES, Formed
 from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Rendezvous, StoreLost, answers
 from nodekit.deploy.agent.rendezvous.signed_store import Forged
 from nodekit.deploy.agent.replicas.replicas import Replicas
@@ -53,6 +53,7 @@ ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
 EXPLAINED_S = 0.3  # the same, where it is known why they have: until they say that they save what they have
 TOLD_S = 0.1  # the same, where they are in NCCL and would not say
+SHARE_S = 10.0  # until the others have their files' list, from when their ranks have ended
 SETTLE_S = 20.0  # to copy the last of them, at the end
 TRAINS = "trains"  # what the node of rank 0 tells the others of a round, once its log shows that
 _POLL_S = 0.05
@@ -62,6 +63,10 @@ _LOOK_S = 0.5
 _MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
 
 Why = Literal["done", "failed", "again"]
+
+
+class GivenUp(Exception):
+    """The ranks that trained while the agents met have failed, and are not started again."""
 
 
 class Agent:
@@ -147,15 +152,21 @@ class Agent:
                 return status
 
     def _round(self, rendezvous: Rendezvous) -> int | None:
-        """Meet the others and run the workers once; the exit status, None for another round."""
+        """Meet the others and run the workers once; the exit status, None for another round.
+
+        Where a node comes in, the workers of the last round train on until all have met.
+        """
         spec, self._is_done = self._spec, False
         self._leave_if_broken()
-        self._record.update(state="rendezvous", workers=[], members=[])
+        if not self._attempts.is_on:
+            self._record.update(state="rendezvous", workers=[], members=[])
         self._is_meeting = True
         try:
             formed = rendezvous.form(self._own())
         except FormAgain:
             return None
+        except GivenUp:
+            return self._end("failed", self._failed_as)
         except (RendezvousClosedError, RendezvousGracefulExitError):
             if rendezvous.outcome == "succeeded":
                 return self._end("succeeded", "the others had trained to the end")
@@ -164,13 +175,21 @@ class Agent:
             raise WaitedInVain(f"waited {spec.wait_s:.0f} s for {spec.min_nodes} nodes") from error
         finally:
             self._is_meeting = False
+        if self._attempts.is_on and self._formed is not None:
+            why = self._pause_for(rendezvous, formed, self._formed)
+            if why == "failed":
+                return self._end("failed", self._failed_as)
+            if rendezvous.num_nodes_waiting():  # one is lost meanwhile: no rank is to wait for it
+                return None
         names = formed.names
         self._voters = newest(Voters.of(each["electorate"]) for each in formed.members)
         if not self._voters.may_train(names):
             self._wait_blocked(rendezvous, names)
             return None
         self._formed = formed
-        share_snapshots(self._replicas, self._folder / "snapshots", formed, spec.generation)
+        share_snapshots(
+            self._replicas, self._folder / "snapshots", formed, spec.generation, SHARE_S + spec.grace_s
+        )
         self._start(rendezvous, formed)
         why = self._watch(rendezvous, formed)
         self._is_done = why == "done"
@@ -251,8 +270,16 @@ class Agent:
         if not self._is_done:
             self._leave_if_broken(self._record.gpus.fatal)
         self._orders.check(self._spec)
-        if self._rendezvous is not None and self._is_meeting:
+        if self._rendezvous is None or not self._is_meeting:
+            return
+        if not self._attempts.is_on:
             self._record.update(blocked=self._spec.who_is_missing(self._rendezvous.present))
+        elif self._formed is not None:
+            self._attempts.look()
+            if self._is_broken(self._rendezvous, self._formed, self._attempts.poll()):
+                why = self._after_failure(self._rendezvous, self._formed)
+                if why == "failed":
+                    raise GivenUp
 
     def _pause_briefly(self) -> None:
         """`_pause`, without reading what is in the node's folder while that does not change."""
@@ -329,16 +356,11 @@ class Agent:
                 self._record.update(ended=sorted(rank for rank, code in exits.items() if not code))
             attempts.look()
             self._pause_briefly()
-            if any(exits.values()):
-                rendezvous.tell_broken(formed.round, is_explained=attempts.say_why(exits))
-                return self._after_failure(rendezvous, formed)
-            if len(exits) == len(attempts.ranks):
+            if len(exits) == len(attempts.ranks) and not any(exits.values()):
                 self._record.update(workers=[])
                 attempts.tell_end("done")
                 return "done"
-            if attempts.hears_of_a_loss():
-                rendezvous.tell_broken(formed.round, is_explained=False)
-            if rendezvous.is_broken(formed.round):
+            if self._is_broken(rendezvous, formed, exits):
                 return self._after_failure(rendezvous, formed)
             if time.monotonic() < members_at:
                 continue
@@ -360,11 +382,20 @@ class Agent:
                     return "failed"
                 return self._again_or_give_up()
 
-    def _members_changed(self, rendezvous: Rendezvous, formed: Formed, *, is_ending: bool) -> Why | None:
-        """End the attempt if a member is lost, or a node comes in that can; `is_ending`: some ranks have ended well.
+    def _is_broken(self, rendezvous: Rendezvous, formed: Formed, exits: Mapping[int, int]) -> bool:
+        """Whether some worker of the round has ended badly; if one has here (`exits`), the others are told."""
+        if any(exits.values()):
+            rendezvous.tell_broken(formed.round, is_explained=self._attempts.say_why(exits))
+            return True
+        if self._attempts.hears_of_a_loss():
+            rendezvous.tell_broken(formed.round, is_explained=False)
+        return rendezvous.is_broken(formed.round)
 
-        Who waits to come in can wait for a snapshot at the next step's edge, and comes too late once some ranks have
-        ended well; the lost cannot take part.
+    def _members_changed(self, rendezvous: Rendezvous, formed: Formed, *, is_ending: bool) -> Why | None:
+        """End the attempt if a member is lost; meet the others again, too, if a node comes in that can.
+
+        Who waits to come in comes too late once some ranks have ended well (`is_ending`), unless another member has
+        left to meet it; the lost cannot take part.
         """
         waiting = rendezvous.num_nodes_waiting()
         if rendezvous.is_closed:
@@ -374,13 +405,28 @@ class Agent:
             return None
         with rendezvous.lost_store_is_told():  # asked last: who is gone by now, and not done, is lost
             without = formed.without(DONE)
-        is_lost = not rendezvous.here.issuperset(without)
-        if not is_lost and (is_ending or len(without) < len(formed.members)):
-            return None
+            away = set(without) - rendezvous.here
+            gone = formed.without(LEAVES, among=away)
+            if not away and (is_ending or len(without) < len(formed.members)):
+                return None
+            if not gone and self._attempts.is_on:
+                formed.tell(LEAVES)
+                return "again"
         lost = rendezvous.num_lost
-        gone = sorted(set(formed.names) - rendezvous.here) if lost else []
-        self._record.event("membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=gone)
-        if is_lost:
+        names = sorted(set(formed.names) - rendezvous.here)
+        self._record.event(
+            "membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=names
+        )
+        self._end_attempt(self._dying_s, "a node is lost", "lost")
+        return self._again_or_give_up()
+
+    def _pause_for(self, rendezvous: Rendezvous, formed: Formed, last: Formed) -> Why:
+        """Have the workers pause that have trained while all met; end them if some of the last round's are lost."""
+        if self._is_broken(rendezvous, last, self._attempts.poll()):
+            return self._after_failure(rendezvous, last)
+        gone, new = set(last.names).difference(formed.names), set(formed.names).difference(last.names)
+        self._record.event("membership", lost=len(gone), waiting=len(new), names=sorted(gone))
+        if gone:
             self._end_attempt(self._dying_s, "a node is lost", "lost")
         else:
             self._end_attempt(self._spec.grace_s, "a node comes in", "pause")
@@ -428,6 +474,7 @@ class Agent:
     ) -> None:
         """`ended_by`: as of `Budget.took_steps`; `active_s`: of an attempt that hung, how long it went until then."""
         self._attempts.end(grace_s, why, tell=tell)
+        self._record.update(state="rendezvous", workers=[], members=[])
         self._budget.took_steps(
             self._record.step,
             seconds=self._attempts.seconds if active_s is None else active_s,

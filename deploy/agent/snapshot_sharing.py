@@ -10,7 +10,9 @@ from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.agent.unfit import Unfit
 
 
-def share_snapshots(replicas: Replicas | None, folder: Path, formed: Formed, generation: int) -> None:
+def share_snapshots(
+    replicas: Replicas | None, folder: Path, formed: Formed, generation: int, deadline_s: float
+) -> None:
     """Have what the workers of any member wrote to their folders, before any is started.
 
     Args:
@@ -18,6 +20,7 @@ def share_snapshots(replicas: Replicas | None, folder: Path, formed: Formed, gen
         folder: of what its workers write.
         formed: the round.
         generation: whose round it is.
+        deadline_s: how long to wait for a member that says nothing: ranks of some may still save.
 
     Raises:
         Unfit: this node cannot have it.
@@ -28,7 +31,7 @@ def share_snapshots(replicas: Replicas | None, folder: Path, formed: Formed, gen
     text = ""
     try:
         attempt = (generation, formed.round)
-        gathered = replicas.gather(peers, attempt)
+        gathered = replicas.gather(peers, attempt, deadline_s)
         if gathered.missing:
             text = f"{', '.join(gathered.missing)} could not be written to {folder}"
     except OSError as error:

@@ -161,8 +161,8 @@ class Narrator:
             self._named_lost |= set(who)
             text = names(who) or count(lost, "node")
             return [f"{text} {'is' if lost == 1 else 'are'} lost; the others re-rendezvous"]
-        verb = "wants" if waiting == 1 else "want"
-        return [f"{count(waiting, 'node')} {verb} to come in: ranks save, and all re-rendezvous"]
+        verb, whom = ("comes", "it") if waiting == 1 else ("come", "them")
+        return [f"{count(waiting, 'node')} {verb} in: ranks finish their step, and go on with {whom}"]
 
     def _on_rendezvous(self, event: Event) -> list[str]:
         attempt = str(event.get("attempt"))

@@ -69,7 +69,8 @@ class Attempts:
         self._attempt = ""
         self._standing_by: set[int] = set()  # those that wait for their first attempt
         self._is_lost: Callable[[], bool] = lambda: False
-        self._is_on = False  # whether an attempt has begun whose end is not told
+        self.is_on = False
+        """Whether an attempt has begun whose end is not told."""
         self._world_size = 0
         self.recorder: Mapping[str, str] = {}
         """By which variables ranks know where torch's flight recorder is asked, and answers."""
@@ -209,7 +210,7 @@ class Attempts:
             **told,
         )
         self._record.event("workers-started", **told)
-        self._is_on = True
+        self.is_on = True
 
     def _environment(self, spec: AgentSpec, formed: Formed | None, local_rank: int) -> dict[str, str]:
         """A worker's whole environment: torchrun's variables, and ours; before a round, as if this node were alone."""
@@ -407,8 +408,8 @@ class Attempts:
     def tell_end(self, why: str) -> None:
         """The ranks have ended: what they told last is what counts."""
         self._logbook.look()
-        if self._is_on:
-            self._is_on = False
+        if self.is_on:
+            self.is_on = False
             self._record.look(is_last=True)
             self._record.event(
                 "attempt-ended",

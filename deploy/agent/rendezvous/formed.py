@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ from nodekit.deploy.agent.rendezvous.signed_store import SignedStore
 
 DONE = "done"
 """What a member tells whose ranks have all ended well."""
+LEAVES = "leaves"
+"""What a member tells that leaves to meet the others once more, while its ranks train on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +47,14 @@ class Formed:
         """Whether all members have told so."""
         return next(self._without(what), None) is None
 
-    def without(self, what: str) -> list[str]:
-        """The names of the members that have not told so."""
-        return [self.names[rank] for rank in self._without(what)]
+    def without(self, what: str, among: Container[str] | None = None) -> list[str]:
+        """The names of the members that have not told so; only those ``among`` these are asked for."""
+        return [self.names[rank] for rank in self._without(what, among)]
 
-    def _without(self, what: str) -> Iterator[int]:
+    def _without(self, what: str, among: Container[str] | None = None) -> Iterator[int]:
         told = self._told.setdefault(what, set())
-        for rank in range(len(self.members)):
-            if rank not in told:
+        for rank, name in enumerate(self.names):
+            if rank not in told and (among is None or name in among):
                 if self.store.get(f"{what}/{rank}") is None:
                     yield rank
                 else:

@@ -129,6 +129,7 @@ class Rendezvous:
         self._keepalive_server: KeepaliveServer | None = None
         self._keepalive: Keepalive | None = None
         self._formed_size = 0
+        self._workers_stores: tuple[Any, ...] = ()
         self._soon_until = 0.0
         run_id = f"{spec.run_id}.{spec.generation}"
         where = f"{spec.master_addr}:{spec.master_port}"
@@ -240,10 +241,10 @@ class Rendezvous:
             self._formed_size = info.world_size
             workers_store = None
             if info.rank == 0:
-                # It is to live as long as the round; the next one takes its place.
                 workers_store = _new_store(self._spec.local_addr)
                 own = {**own, "master": [self._spec.local_addr, workers_store.port]}
-            handler._workers_store = workers_store
+            # The last round's workers may train on until this one's start.
+            self._workers_stores = (*self._workers_stores[-1:], workers_store)
             number = int(self._state.state.round)
             store = self._signed.part(str(number))
             keys = [f"member/{rank}" for rank in range(info.world_size)]

@@ -140,7 +140,7 @@ class Replicas:
         """Once the workers have ended: copy what is not copied yet; False if that was not done in time."""
         return self._pusher is None or self._pusher.finish_copying(deadline_s)
 
-    def gather(self, peers: Mapping[str, str], attempt: Attempt, deadline_s: float = 10.0) -> Gathered:
+    def gather(self, peers: Mapping[str, str], attempt: Attempt, deadline_s: float) -> Gathered:
         """Make the folder what it has to be for this attempt; no worker may run.
 
         Args:

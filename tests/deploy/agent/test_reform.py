@@ -132,12 +132,12 @@ class Run:
                 "join", timeout_s=ANSWER_S, node_dir=spec.node_dir, spec=spec.to_dict()
             )
 
-    def wait_step(self, step: int) -> None:
-        def there() -> bool:
-            text = self.agents.status("n0").get("progress") or "0"
-            return int(text.partition("/")[0]) >= step
+    def step(self) -> int:
+        """The last one that n0 has told."""
+        return int((self.agents.status("n0").get("progress") or "0").partition("/")[0])
 
-        until(there, what=f"step {step}", timeout_s=PATIENCE_S)
+    def wait_step(self, step: int) -> None:
+        until(lambda: self.step() >= step, what=f"step {step}", timeout_s=PATIENCE_S)
 
     def events(self, name: str, kind: str) -> list[dict[str, Any]]:
         lines = (self.agents.node_dir(name) / "events.jsonl").read_text().splitlines()
@@ -629,3 +629,29 @@ def test_a_node_is_lost_and_another_comes_in(
         made = (agents.folder / f"code/{what}-by-{new['pid']}").stat().st_mtime
         assert made < min(interrupted), "who comes in has read its data before, and computed a step"
     assert run.events("n2", "workers-started")[-1]["stayed"] == []
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@again_if_left_waiting
+def test_ranks_train_on_until_all_agents_have_met_who_comes_in(
+    agents: Agents, unbroken: tuple[dict[int, float], str], is_killed: bool
+) -> None:
+    """However long one of them takes; and where a rank fails meanwhile, it alone is started again."""
+    run = Run(agents, min_nodes=2)
+    run.wait_step(5)
+    before = run.pids()
+    run.lose_n2()
+    with stopped([agent_of(*before["n1"])]):
+        run.join("n2", 2)
+        until(lambda: agents.status("n2").get("state") == "rendezvous", what="n2", timeout_s=PATIENCE_S)
+        run.wait_step(run.step() + 8)
+        assert len(run.events("n0", "workers-started")) == 2, "n1's agent has not met them"
+        if is_killed:
+            os.kill(*before["n0"], signal.SIGKILL)
+            until(lambda: run.events("n0", "worker-failed"), what="the failure", timeout_s=PATIENCE_S)
+    run.wait_world(3)
+    assert run.end() == pytest.approx(unbroken[0], rel=1e-3, abs=1e-3)
+    stayed = {
+        name: [len(each["stayed"]) for each in run.events(name, "workers-started")] for name in ("n0", "n1")
+    }
+    assert stayed == {"n0": [0, 1, 0 if is_killed else 1], "n1": [0, 1, 1]}
