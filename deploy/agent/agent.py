@@ -28,7 +28,7 @@ from nodekit.deploy.agent import descriptors
 from nodekit.deploy.agent.hang_diagnosis import HangDiagnosis
 from nodekit.deploy.agent.orders import Fenced, Orders, Superseded
 from nodekit.deploy.agent.quorum import Voters, newest
-from nodekit.deploy.agent.ranks.attempt import Attempts
+from nodekit.deploy.agent.ranks.attempt import Attempts, is_training_module
 from nodekit.deploy.agent.ranks.budget import A_HANG, MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary, message_of
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
@@ -316,12 +316,17 @@ class Agent:
 
     def _own(self) -> dict[str, Any]:
         self._voters = self._orders.voters(self._voters)
+        # Other ranks than kit's may save some until their attempt ends.
+        has_files = self._replicas is not None and (
+            not is_training_module(self._spec) or self._replicas.has_files
+        )
         return {
             "name": self._spec.name,
             "address": self._spec.local_addr,
             "nproc": self._spec.nproc_per_node,
             "electorate": self._voters.to_dict(),
             "replicas": self._replicas.endpoint if self._replicas else None,
+            "has_files": has_files,
         }
 
     # --- workers ---

@@ -28,9 +28,12 @@ def share_snapshots(
     peers = {each["name"]: each["replicas"] for each in formed.members if each["replicas"]}
     if replicas is None or len(peers) < len(formed.members):
         return
+    attempt = (generation, formed.round)
+    if not any(each["has_files"] for each in formed.members):
+        replicas.enter(peers, attempt)
+        return
     text = ""
     try:
-        attempt = (generation, formed.round)
         gathered = replicas.gather(peers, attempt, deadline_s)
         if gathered.missing:
             text = f"{', '.join(gathered.missing)} could not be written to {folder}"

@@ -82,7 +82,7 @@ class Attempts:
 
         Only kit's training module can wait for its attempt like that; of other programs the imports are made ready.
         """
-        if not _waits_for_its_attempt(spec) or self.workers.pids:
+        if not is_training_module(spec) or self.workers.pids:
             return
         self._record.make_snapshot_dir()
         self._record.forget_progress()
@@ -104,7 +104,7 @@ class Attempts:
     def replace(self, spec: AgentSpec) -> None:
         """Have other ranks in place of those that have ended, ready as far as can be when the nodes have met again."""
         ended = self.ranks.keys() - self.workers.pids.keys()
-        if ended and _waits_for_its_attempt(spec):
+        if ended and is_training_module(spec):
             self._start_standing_by(spec, ended, num_ranks=0)
 
     def _start_standing_by(self, spec: AgentSpec, local_ranks: Collection[int], *, num_ranks: int) -> None:
@@ -456,8 +456,8 @@ class Attempts:
         return kernel.said(pids, age_s=self.seconds, kills_before=self._kills)
 
 
-def _waits_for_its_attempt(spec: AgentSpec) -> bool:
-    """Whether the ranks can be started before it is known in which attempt they will be: kit's training module."""
+def is_training_module(spec: AgentSpec) -> bool:
+    """Whether the ranks are kit's own: they can be started before it is known in which attempt they will be."""
     return ("-m", TRAINING) in itertools.pairwise(spec.argv)
 
 

@@ -74,6 +74,11 @@ class Copies:
             self._read.add(path)
         self._is_whole = True
 
+    @property
+    def are_none(self) -> bool:
+        """Whether it is known that no listing names anything."""
+        return self._is_whole and not any(each.files for each in self.listings.values())
+
     def path_of(self, sha256: str) -> Path | None:
         """Where this content lies."""
         path = self._blobs / sha256

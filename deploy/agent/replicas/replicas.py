@@ -136,6 +136,18 @@ class Replicas:
             wire.abort()
             thread.join()
 
+    @property
+    def has_files(self) -> bool:
+        """Whether the others are to hear of a file or a deletion here, or it is not known."""
+        found = self._here.scan()
+        return bool(found.files or not found.is_whole or self._files.known or not self._copies.are_none)
+
+    def enter(self, peers: Mapping[str, str], attempt: Attempt) -> None:
+        """In place of `gather`, with its arguments, where no member `has_files`: those still to come are copied."""
+        with self._turn:
+            self._entered = self._files.entered = attempt
+        self._push_to(peers)
+
     def finish_copying(self, deadline_s: float) -> bool:
         """Once the workers have ended: copy what is not copied yet; False if that was not done in time."""
         return self._pusher is None or self._pusher.finish_copying(deadline_s)
@@ -176,8 +188,7 @@ class Replicas:
             files.save()
             self._copies.clean(all_have_all=is_joined and not gathered.missing)
         self._is_gathering = False
-        targets = {node: peers[node] for node in replica_holders(self._here.name, peers, self._num_copies)}
-        self._pusher = Pusher(self._here, targets)
+        self._push_to(peers)
         gathered.seconds = round(time.monotonic() - started, 4)
         if gathered.num_files or gathered.silent or gathered.lost or gathered.set_aside:
             self._tell("replicas-gathered", attempt=list(attempt), **asdict(gathered))
@@ -189,6 +200,12 @@ class Replicas:
         if unread := found.unread or self._files.unread:
             raise OSError(unread)
         return found
+
+    def _push_to(self, peers: Mapping[str, str]) -> None:
+        targets = {node: peers[node] for node in replica_holders(self._here.name, peers, self._num_copies)}
+        if self._pusher is None or self._pusher.targets != targets:
+            self._stop_pushing()
+            self._pusher = Pusher(self._here, targets)
 
     def _stop_pushing(self) -> None:
         if self._pusher is not None:
@@ -304,6 +321,8 @@ class Pusher:
 
     def __init__(self, here: Here, targets: Mapping[str, str]) -> None:
         self._here, self._files = here, here.files
+        self.targets = targets
+        """Node → endpoint."""
         self._targets = [_Target(node, endpoint) for node, endpoint in targets.items()]
         self._since: dict[str, tuple[object, float]] = {}  # changed name → how, and when that was first seen
         self._is_stopping = False

@@ -141,6 +141,13 @@ class Cluster:
                 pool.map(lambda node: node.alive.gather(peers, (1, self.attempt), deadline_s), members)
             )
 
+    def enter(self) -> None:
+        """All living nodes enter the next attempt without giving each other anything."""
+        self.attempt += 1
+        peers = {node.name: node.alive.endpoint for node in self.alive}
+        for node in self.alive:
+            node.alive.enter(peers, (1, self.attempt))
+
     def settle(self) -> None:
         """All living nodes have copied everything to their living targets."""
         dead = {node.name for node in self.nodes if node.replicas is None}
@@ -242,6 +249,48 @@ def test_after_a_gather_nothing_is_sent_again(cluster: Callable[..., Cluster]) -
     nodes.settle()
     assert all(node.kinds("replica-kept") == [] for node in nodes.nodes)
     assert nodes[2].blobs() == nodes[0].blobs() == []
+
+
+def test_where_nobody_has_a_file_the_first_ones_are_copied_all_the_same(
+    cluster: Callable[..., Cluster],
+) -> None:
+    nodes = cluster(3)
+    nodes[0].write("g0001-s000000005.json", "a snapshot of kit's own")
+    assert [node.alive.has_files for node in nodes.nodes] == [False] * 3
+    nodes.enter()
+    nodes[0].write("a.pt", "first")
+    nodes.settle()
+    assert nodes[1].keeps("n0") == {"a.pt": "first"}
+    assert [node.alive.has_files for node in nodes.nodes] == [True, True, False]
+    nodes[0].die()
+    nodes.gather()
+    assert nodes[1].files() == nodes[2].files() == {"a.pt": "first"}
+    assert [node.alive.has_files for node in nodes.alive] == [True, True]
+
+
+def test_who_enters_with_other_nodes_copies_to_those(cluster: Callable[..., Cluster]) -> None:
+    nodes = cluster(3)
+    nodes.enter()
+    nodes[1].die()
+    nodes.enter()
+    nodes[0].write("a.pt", "first")
+    nodes.settle()
+    assert nodes[2].keeps("n0") == {"a.pt": "first"}
+
+
+def test_a_deletion_and_a_listing_that_cannot_be_read_are_something_to_tell(
+    cluster: Callable[..., Cluster],
+) -> None:
+    nodes = cluster(2)
+    nodes.gather()
+    nodes[0].write("a.pt", "first")
+    nodes.settle()
+    (nodes[0].folder / "a.pt").unlink()
+    nodes.settle()
+    assert nodes[0].alive.has_files
+    nodes[1].die()
+    (nodes[1].disk / "kept/listings/n0.json").write_text('{"of": "a newer kit"}')
+    assert nodes[1].start().has_files
 
 
 def test_kits_own_snapshots_and_unfinished_files_are_left_alone(cluster: Callable[..., Cluster]) -> None:
