@@ -12,10 +12,10 @@ import contextlib
 import errno
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
@@ -25,44 +25,29 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from nodekit.deploy.agent import descriptors
-from nodekit.deploy.agent.hang_diagnosis import HangDiagnosis
 from nodekit.deploy.agent.orders import Fenced, Orders, Superseded
 from nodekit.deploy.agent.quorum import Voters, newest
 from nodekit.deploy.agent.ranks.attempt import Attempts, is_training_module
-from nodekit.deploy.agent.ranks.budget import A_HANG, MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
-from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary, message_of
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
-from nodekit.deploy.agent.ranks.messages import Kind
-from nodekit.deploy.agent.rendezvous.formed import DONE, LEAVES, Formed
+from nodekit.deploy.agent.rendezvous.formed import DONE, Formed
 from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Rendezvous, StoreLost, answers
 from nodekit.deploy.agent.rendezvous.signed_store import Forged
 from nodekit.deploy.agent.replicas.replicas import Replicas
+from nodekit.deploy.agent.round_watch import DYING_S, MEMBERS_S, RoundWatch, Why
 from nodekit.deploy.agent.snapshot_sharing import share_snapshots
 from nodekit.deploy.agent.spec import AgentSpec
-from nodekit.deploy.agent.straggler_watch import StragglerWatch
-from nodekit.deploy.agent.telemetry import guess
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 from nodekit.deploy.agent.telemetry.gpu_health import Fault
 from nodekit.deploy.agent.unfit import Broken, Shortage, Unfit, WaitedInVain, unfit
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.errors import cure_of
-from nodekit.deploy.host.schema import EndCause, Finished, WorkerFailure
+from nodekit.deploy.host.schema import EndCause, Finished
 
-DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
-EXPLAINED_S = 0.3  # the same, where it is known why they have: until they say that they save what they have
-TOLD_S = 0.1  # the same, where they are in NCCL and would not say
 SHARE_S = 10.0  # until the others have their files' list, from when their ranks have ended
 SETTLE_S = 20.0  # to copy the last of them, at the end
-TRAINS = "trains"  # what the node of rank 0 tells the others of a round, once its log shows that
 _POLL_S = 0.05
-# While ranks train, each look takes its share of a core from them, so all that is to be looked at is looked at in one.
-# A rank's end is told at once.
-_LOOK_S = 0.5
-_MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
-
-Why = Literal["done", "failed", "again"]
 
 
 class GivenUp(Exception):
@@ -81,11 +66,15 @@ class Agent:
         self._check_stop = check_stop
         self._attempts = Attempts(spec, record, server)
         descriptors.raise_limit()  # only now: ranks have the limit that they would have had
-        self._budget = Budget(spec.max_restarts)
-        self._dying_s = 0 if spec.gpus else DYING_S  # those that wait in NCCL do not find out
         self._folder = Path(spec.node_dir)
-        self._hang_diagnosis = HangDiagnosis(spec.hang, record)
-        self._straggler_watch = StragglerWatch(record, spec.window_s)
+        self._watch = RoundWatch(
+            spec,
+            record,
+            self._attempts,
+            pause=self._pause,
+            pause_briefly=self._pause_briefly,
+            leave_if_broken=self._leave_if_broken,
+        )
         self._shortage = Shortage(record)
         self._orders = Orders(self._folder)
         self._replicas = Replicas.of(spec, record.event)
@@ -93,7 +82,6 @@ class Agent:
         self._held = ports.listen(spec.local_addr)
         self._orphaned: list[float] = []
         self._voters = self._orders.voters(spec.known_voters())
-        self._failed_as = ""
         self._rendezvous: Rendezvous | None = None
         self._formed: Formed | None = None
         self._is_meeting = self._is_orphan = self._is_done = False
@@ -166,7 +154,7 @@ class Agent:
         except FormAgain:
             return None
         except GivenUp:
-            return self._end("failed", self._failed_as)
+            return self._end("failed", self._watch.failed_as)
         except (RendezvousClosedError, RendezvousGracefulExitError):
             if rendezvous.outcome == "succeeded":
                 return self._end("succeeded", "the others had trained to the end")
@@ -176,9 +164,9 @@ class Agent:
         finally:
             self._is_meeting = False
         if self._attempts.is_on and self._formed is not None:
-            why = self._pause_for(rendezvous, formed, self._formed)
+            why = self._watch.pause_for(rendezvous, formed, self._formed)
             if why == "failed":
-                return self._end("failed", self._failed_as)
+                return self._end("failed", self._watch.failed_as)
             if rendezvous.num_nodes_waiting():  # one is lost meanwhile: no rank is to wait for it
                 return None
         names = formed.names
@@ -191,13 +179,13 @@ class Agent:
             self._replicas, self._folder / "snapshots", formed, spec.generation, SHARE_S + spec.grace_s
         )
         self._start(rendezvous, formed)
-        why = self._watch(rendezvous, formed)
+        why = self._watch.until_over(spec, rendezvous, formed)
         self._is_done = why == "done"
         if why == "done":
             why = self._wait_for_the_others(rendezvous, formed)
         if why == "done":
             return self._end("succeeded", "")
-        return self._end("failed", self._failed_as) if why == "failed" else None
+        return self._end("failed", self._watch.failed_as) if why == "failed" else None
 
     def _wait_for_descriptors(self, error: OSError) -> None:
         end = functools.partial(self._attempts.end, 0, "no file descriptor is left")
@@ -225,7 +213,7 @@ class Agent:
     def _wait_fenced(self) -> None:
         """This generation is over: until the supervisor calls into the next one; Superseded then."""
         # Who keeps a step can no longer commit it here, and goes on with it in the next generation.
-        self._attempts.end(self._dying_s, "fenced", tell="lost")
+        self._attempts.end(self._watch.dying_s, "fenced", tell="lost")
         self._record.update(state="fenced", workers=[], members=[], blocked="")
         self._leave()
         deadline = time.monotonic() + self._spec.wait_s
@@ -275,11 +263,9 @@ class Agent:
         if not self._attempts.is_on:
             self._record.update(blocked=self._spec.who_is_missing(self._rendezvous.present))
         elif self._formed is not None:
-            self._attempts.look()
-            if self._is_broken(self._rendezvous, self._formed, self._attempts.poll()):
-                why = self._after_failure(self._rendezvous, self._formed)
-                if why == "failed":
-                    raise GivenUp
+            why = self._watch.end_if_broken(self._rendezvous, self._formed)
+            if why == "failed":
+                raise GivenUp
 
     def _pause_briefly(self) -> None:
         """`_pause`, without reading what is in the node's folder while that does not change."""
@@ -345,148 +331,6 @@ class Agent:
             raise unfit(text, error) from error
         self._attempts.start(spec, formed, lambda: rendezvous.has_lost(formed))
 
-    def _watch(self, rendezvous: Rendezvous, formed: Formed) -> Why:
-        """Until the workers are done, one has failed or hangs, or the members change; ends them but for ``done``."""
-        attempts = self._attempts
-        self._hang_diagnosis.begin(formed, attempts.pids, attempts.logs, attempts.recorder)
-        self._straggler_watch.begin(formed, attempts.pids)
-        exits: dict[int, int] = {}
-        has_told = False
-        members_at = hurry_until = 0.0
-        while True:
-            if attempts.workers.wait(_POLL_S if time.monotonic() < hurry_until else _LOOK_S):
-                exits, members_at = attempts.poll(), 0.0
-                # Of a lost node the store may say so a moment later than the keepalive.
-                hurry_until = time.monotonic() + _MEMBERS_S
-                self._record.update(ended=sorted(rank for rank, code in exits.items() if not code))
-            attempts.look()
-            self._pause_briefly()
-            if len(exits) == len(attempts.ranks) and not any(exits.values()):
-                self._record.update(workers=[])
-                attempts.tell_end("done")
-                return "done"
-            if self._is_broken(rendezvous, formed, exits):
-                return self._after_failure(rendezvous, formed)
-            if time.monotonic() < members_at:
-                continue
-            members_at = 0.0 if time.monotonic() < hurry_until else time.monotonic() + _MEMBERS_S
-            if why := self._members_changed(rendezvous, formed, is_ending=bool(exits)):
-                return why
-            with rendezvous.lost_store_is_told():
-                if not has_told and self._record.seems_to_train:
-                    formed.tell(TRAINS)
-                    has_told = True
-                hangs = self._hang_diagnosis.finds_a_hang(self._pause, has_ended=bool(exits))
-                self._straggler_watch.look()
-            if hangs:
-                self._leave_if_broken(self._record.gpus.recent())
-                self._end_attempt(0, "a hang", ended_by=A_HANG, active_s=self._hang_diagnosis.active_s)
-                reason = self._budget.hung() if self._hang_diagnosis.is_stepless else None
-                if reason is not None:
-                    self._failed_as = reason
-                    return "failed"
-                return self._again_or_give_up()
-
-    def _is_broken(self, rendezvous: Rendezvous, formed: Formed, exits: Mapping[int, int]) -> bool:
-        """Whether some worker of the round has ended badly; if one has here (`exits`), the others are told."""
-        if any(exits.values()):
-            rendezvous.tell_broken(formed.round, is_explained=self._attempts.say_why(exits))
-            return True
-        if self._attempts.hears_of_a_loss():
-            rendezvous.tell_broken(formed.round, is_explained=False)
-        return rendezvous.is_broken(formed.round)
-
-    def _members_changed(self, rendezvous: Rendezvous, formed: Formed, *, is_ending: bool) -> Why | None:
-        """End the attempt if a member is lost; meet the others again, too, if a node comes in that can.
-
-        Who waits to come in comes too late once some ranks have ended well (`is_ending`), unless another member has
-        left to meet it; the lost cannot take part.
-        """
-        waiting = rendezvous.num_nodes_waiting()
-        if rendezvous.is_closed:
-            self._end_attempt(DYING_S, "another node ended the job")
-            return "again"  # which says how it has ended
-        if not waiting:
-            return None
-        with rendezvous.lost_store_is_told():  # asked last: who is gone by now, and not done, is lost
-            without = formed.without(DONE)
-            away = set(without) - rendezvous.here
-            gone = formed.without(LEAVES, among=away)
-            if not away and (is_ending or len(without) < len(formed.members)):
-                return None
-            if not gone and self._attempts.is_on:
-                formed.tell(LEAVES)
-                return "again"
-        lost = rendezvous.num_lost
-        names = sorted(set(formed.names) - rendezvous.here)
-        self._record.event(
-            "membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=names
-        )
-        self._end_attempt(self._dying_s, "a node is lost", "lost")
-        return self._again_or_give_up()
-
-    def _pause_for(self, rendezvous: Rendezvous, formed: Formed, last: Formed) -> Why:
-        """Have the workers pause that have trained while all met; end them if some of the last round's are lost."""
-        if self._is_broken(rendezvous, last, self._attempts.poll()):
-            return self._after_failure(rendezvous, last)
-        gone, new = set(last.names).difference(formed.names), set(formed.names).difference(last.names)
-        self._record.event("membership", lost=len(gone), waiting=len(new), names=sorted(gone))
-        if gone:
-            self._end_attempt(self._dying_s, "a node is lost", "lost")
-        else:
-            self._end_attempt(self._spec.grace_s, "a node comes in", "pause")
-        return self._again_or_give_up()
-
-    def _after_failure(self, rendezvous: Rendezvous, formed: Formed) -> Why:
-        """Some worker, here or elsewhere, has ended badly: take down what was said, and judge whose fault it was."""
-        wait_s = EXPLAINED_S if rendezvous.is_explained(formed.round) else DYING_S
-        failures = self._attempts.failures(TOLD_S if self._spec.gpus else wait_s)
-        own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
-        first = min(own, key=lambda each: each["when"], default=None)
-        ended_by = (first["error"].strip() or how_it_ended(first["exitcode"])) if first else ""
-        why = "a rank failed" if own else "a rank of another node failed"
-        self._end_attempt(0, why, "lost", ended_by=ended_by)
-        self._record.failed(failures)
-        if first:
-            said: list[WorkerFailure] = [{**each, "error": message_of(each["error"])} for each in own]
-            self._leave_if_broken(self._record.gpus.blamed_for(said))
-            seems_trained = False
-            with contextlib.suppress(RuntimeError):  # the store is lost
-                seems_trained = len(formed.without(TRAINS)) < len(formed.members)
-            reason = self._budget.crashed(first, seems_trained=seems_trained)
-            if reason is not None:
-                self._failed_as = reason
-                return "failed"
-        why = self._again_or_give_up()
-        if why == "again":
-            self._attempts.replace(self._spec)
-        return why
-
-    def _again_or_give_up(self) -> Why:
-        if not self._budget.is_fruitless:
-            return "again"
-        self._failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
-        return "failed"
-
-    def _end_attempt(
-        self,
-        grace_s: float,
-        why: str,
-        tell: Kind | None = None,
-        *,
-        ended_by: str = "",
-        active_s: float | None = None,
-    ) -> None:
-        """`ended_by`: as of `Budget.took_steps`; `active_s`: of an attempt that hung, how long it went until then."""
-        self._attempts.end(grace_s, why, tell=tell)
-        self._record.update(state="rendezvous", workers=[], members=[])
-        self._budget.took_steps(
-            self._record.step,
-            seconds=self._attempts.seconds if active_s is None else active_s,
-            seems_trained=any(guess.advances(str(log)) for log in self._attempts.logs.values()),
-            ended_by=ended_by,
-        )
-
     # --- the end ---
 
     def _wait_for_the_others(self, rendezvous: Rendezvous, formed: Formed) -> Why:
@@ -506,8 +350,8 @@ class Agent:
             while not formed.have_all(DONE):
                 self._pause()
                 if time.monotonic() > look_at:
-                    look_at = time.monotonic() + _MEMBERS_S
-                    if why := self._members_changed(rendezvous, formed, is_ending=True):
+                    look_at = time.monotonic() + MEMBERS_S
+                    if why := self._watch.members_changed(rendezvous, formed, is_ending=True):
                         return why
                     self._record.update(waits_for=formed.without(DONE))
                 time.sleep(_POLL_S)
@@ -520,7 +364,7 @@ class Agent:
 
     def _end(self, state: Finished, message: str, cause: EndCause = "") -> int:
         self._attempts.end(0, message or state)
-        fruitless = self._budget.was_restarted or self._budget.is_fruitless
+        fruitless = self._watch.budget.was_restarted or self._watch.budget.is_fruitless
         no_progress = state == "failed" and fruitless
         self._record.end(state, message=message, cause=cause, no_progress=no_progress)
         if self._rendezvous is not None:

@@ -1,0 +1,217 @@
+"""One round of a node's ranks, watched: until they are done, one fails or hangs, or a node is lost or comes in."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from nodekit.deploy.agent.hang_diagnosis import HangDiagnosis
+from nodekit.deploy.agent.ranks.attempt import Attempts
+from nodekit.deploy.agent.ranks.budget import A_HANG, MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
+from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary, message_of
+from nodekit.deploy.agent.ranks.messages import Kind
+from nodekit.deploy.agent.rendezvous.formed import DONE, LEAVES, Formed
+from nodekit.deploy.agent.rendezvous.rendezvous import Rendezvous
+from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.agent.straggler_watch import StragglerWatch
+from nodekit.deploy.agent.telemetry import guess
+from nodekit.deploy.agent.telemetry.event_log import EventLog
+from nodekit.deploy.agent.telemetry.gpu_health import Fault
+from nodekit.deploy.host.schema import WorkerFailure
+
+DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
+EXPLAINED_S = 0.3  # the same, where it is known why they have: until they say that they save what they have
+TOLD_S = 0.1  # the same, where they are in NCCL and would not say
+MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
+TRAINS = "trains"  # what the node of rank 0 tells the others of a round, once its log shows that
+_POLL_S = 0.05
+# While ranks train, each look takes its share of a core from them, so all that is to be looked at is looked at in one.
+# A rank's end is told at once.
+_LOOK_S = 0.5
+
+Why = Literal["done", "failed", "again"]
+
+
+class RoundWatch:
+    """Of one round after the other: why it is over, and what that says of the job."""
+
+    def __init__(
+        self,
+        spec: AgentSpec,
+        record: EventLog,
+        attempts: Attempts,
+        *,
+        pause: Callable[[], None],
+        pause_briefly: Callable[[], None],
+        leave_if_broken: Callable[[Fault | None], None],
+    ) -> None:
+        """No round yet.
+
+        Args:
+            spec: this node's.
+            record: is told.
+            attempts: this node's ranks.
+            pause: called while it waits; what ends the wait is raised there.
+            pause_briefly: the same, cheaper.
+            leave_if_broken: raises where this node cannot go on, for a GPU's fault or a rank that cannot be ended.
+        """
+        self._spec, self._record, self._attempts = spec, record, attempts
+        self._pause, self._pause_briefly, self._leave_if_broken = pause, pause_briefly, leave_if_broken
+        self._hang_diagnosis = HangDiagnosis(spec.hang, record)
+        self._straggler_watch = StragglerWatch(record, spec.window_s)
+        self.dying_s = 0 if spec.gpus else DYING_S
+        """How long ranks may take to say that they have lost another one: those that wait in NCCL do not find out."""
+        self.budget = Budget(spec.max_restarts)
+        self.failed_as = ""
+        """Why a round was the last one, once it has ``failed``."""
+
+    def until_over(self, spec: AgentSpec, rendezvous: Rendezvous, formed: Formed) -> Why:
+        """Until the workers are done, one has failed or hangs, or the members change; ends them but for ``done``."""
+        attempts, self._spec = self._attempts, spec
+        self._hang_diagnosis.begin(formed, attempts.pids, attempts.logs, attempts.recorder)
+        self._straggler_watch.begin(formed, attempts.pids)
+        exits: dict[int, int] = {}
+        has_told = False
+        members_at = hurry_until = 0.0
+        while True:
+            if attempts.workers.wait(_POLL_S if time.monotonic() < hurry_until else _LOOK_S):
+                exits, members_at = attempts.poll(), 0.0
+                # Of a lost node the store may say so a moment later than the keepalive.
+                hurry_until = time.monotonic() + MEMBERS_S
+                self._record.update(ended=sorted(rank for rank, code in exits.items() if not code))
+            attempts.look()
+            self._pause_briefly()
+            if len(exits) == len(attempts.ranks) and not any(exits.values()):
+                self._record.update(workers=[])
+                attempts.tell_end("done")
+                return "done"
+            if self._is_broken(rendezvous, formed, exits):
+                return self._after_failure(rendezvous, formed)
+            if time.monotonic() < members_at:
+                continue
+            members_at = 0.0 if time.monotonic() < hurry_until else time.monotonic() + MEMBERS_S
+            if why := self.members_changed(rendezvous, formed, is_ending=bool(exits)):
+                return why
+            with rendezvous.lost_store_is_told():
+                if not has_told and self._record.seems_to_train:
+                    formed.tell(TRAINS)
+                    has_told = True
+                hangs = self._hang_diagnosis.finds_a_hang(self._pause, has_ended=bool(exits))
+                self._straggler_watch.look()
+            if hangs:
+                self._leave_if_broken(self._record.gpus.recent())
+                self._end(0, "a hang", ended_by=A_HANG, active_s=self._hang_diagnosis.active_s)
+                reason = self.budget.hung() if self._hang_diagnosis.is_stepless else None
+                if reason is not None:
+                    self.failed_as = reason
+                    return "failed"
+                return self._again_or_give_up()
+
+    def end_if_broken(self, rendezvous: Rendezvous, formed: Formed) -> Why | None:
+        """End the workers, which train while the agents meet for another round, once one of them has failed."""
+        self._attempts.look()
+        if self._is_broken(rendezvous, formed, self._attempts.poll()):
+            return self._after_failure(rendezvous, formed)
+        return None
+
+    def members_changed(self, rendezvous: Rendezvous, formed: Formed, *, is_ending: bool) -> Why | None:
+        """End the attempt if a member is lost; meet the others again, too, if a node comes in that can.
+
+        Who waits to come in comes too late once some ranks have ended well (`is_ending`), unless another member has
+        left to meet it; the lost cannot take part.
+        """
+        waiting = rendezvous.num_nodes_waiting()
+        if rendezvous.is_closed:
+            self._end(DYING_S, "another node ended the job")
+            return "again"  # which says how it has ended
+        if not waiting:
+            return None
+        with rendezvous.lost_store_is_told():  # asked last: who is gone by now, and not done, is lost
+            without = formed.without(DONE)
+            away = set(without) - rendezvous.here
+            gone = formed.without(LEAVES, among=away)
+            if not away and (is_ending or len(without) < len(formed.members)):
+                return None
+            if not gone and self._attempts.is_on:
+                formed.tell(LEAVES)
+                return "again"
+        lost = rendezvous.num_lost
+        names = sorted(set(formed.names) - rendezvous.here)
+        self._record.event(
+            "membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=names
+        )
+        self._end(self.dying_s, "a node is lost", "lost")
+        return self._again_or_give_up()
+
+    def pause_for(self, rendezvous: Rendezvous, formed: Formed, last: Formed) -> Why:
+        """Have the workers pause that have trained while all met; end them if some of the last round's are lost."""
+        if why := self.end_if_broken(rendezvous, last):
+            return why
+        gone, new = set(last.names).difference(formed.names), set(formed.names).difference(last.names)
+        self._record.event("membership", lost=len(gone), waiting=len(new), names=sorted(gone))
+        if gone:
+            self._end(self.dying_s, "a node is lost", "lost")
+        else:
+            self._end(self._spec.grace_s, "a node comes in", "pause")
+        return self._again_or_give_up()
+
+    def _is_broken(self, rendezvous: Rendezvous, formed: Formed, exits: Mapping[int, int]) -> bool:
+        """Whether some worker of the round has ended badly; if one has here (`exits`), the others are told."""
+        if any(exits.values()):
+            rendezvous.tell_broken(formed.round, is_explained=self._attempts.say_why(exits))
+            return True
+        if self._attempts.hears_of_a_loss():
+            rendezvous.tell_broken(formed.round, is_explained=False)
+        return rendezvous.is_broken(formed.round)
+
+    def _after_failure(self, rendezvous: Rendezvous, formed: Formed) -> Why:
+        """Some worker, here or elsewhere, has ended badly: take down what was said, and judge whose fault it was."""
+        wait_s = EXPLAINED_S if rendezvous.is_explained(formed.round) else DYING_S
+        failures = self._attempts.failures(TOLD_S if self._spec.gpus else wait_s)
+        own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
+        first = min(own, key=lambda each: each["when"], default=None)
+        ended_by = (first["error"].strip() or how_it_ended(first["exitcode"])) if first else ""
+        why = "a rank failed" if own else "a rank of another node failed"
+        self._end(0, why, "lost", ended_by=ended_by)
+        self._record.failed(failures)
+        if first:
+            said: list[WorkerFailure] = [{**each, "error": message_of(each["error"])} for each in own]
+            self._leave_if_broken(self._record.gpus.blamed_for(said))
+            seems_trained = False
+            with contextlib.suppress(RuntimeError):  # the store is lost
+                seems_trained = len(formed.without(TRAINS)) < len(formed.members)
+            reason = self.budget.crashed(first, seems_trained=seems_trained)
+            if reason is not None:
+                self.failed_as = reason
+                return "failed"
+        why = self._again_or_give_up()
+        if why == "again":
+            self._attempts.replace(self._spec)
+        return why
+
+    def _again_or_give_up(self) -> Why:
+        if not self.budget.is_fruitless:
+            return "again"
+        self.failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
+        return "failed"
+
+    def _end(
+        self,
+        grace_s: float,
+        why: str,
+        tell: Kind | None = None,
+        *,
+        ended_by: str = "",
+        active_s: float | None = None,
+    ) -> None:
+        """`ended_by`: as of `Budget.took_steps`; `active_s`: of an attempt that hung, how long it went until then."""
+        self._attempts.end(grace_s, why, tell=tell)
+        self._record.update(state="rendezvous", workers=[], members=[])
+        self.budget.took_steps(
+            self._record.step,
+            seconds=self._attempts.seconds if active_s is None else active_s,
+            seems_trained=any(guess.advances(str(log)) for log in self._attempts.logs.values()),
+            ended_by=ended_by,
+        )
