@@ -15,7 +15,7 @@ import warm_agents
 import warm_python
 from hypothesis import HealthCheck, settings
 
-from nodekit.deploy.agent.ranks import forkserver
+from nodekit.deploy.agent.ranks import target
 
 # Tests share the cores. With a thread for each core in every rank, threads wait for each other in a loop: each step
 # then takes three times the processor time.
@@ -119,7 +119,7 @@ def pytest_runtest_setup() -> None:
     With another environment than the first test's, nothing could be a fork of `warm_python` any more.
     """
     for name in os.environ.keys() - _GIVEN:
-        if forkserver._READ_AT_START.match(name):
+        if target.READ_AT_START.match(name):
             del os.environ[name]
     logging.getLogger("nodekit").handlers.clear()  # of streams that were a test's own, and are closed
 

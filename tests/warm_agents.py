@@ -39,7 +39,8 @@ import nodekit.deploy.host
 import nodekit.inventory
 import nodekit.slurm
 import nodekit.training
-from nodekit.deploy.agent.ranks import forkserver, worker
+from nodekit.deploy.agent.ranks import worker
+from nodekit.deploy.agent.ranks.target import Target
 from nodekit.deploy.connect import channel
 from nodekit.deploy.lab.lab_cluster import Lab
 
@@ -191,8 +192,8 @@ class _Maker(warm_python._Maker):
         finally:
             os._exit(1)
 
-    def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
-        return forkserver.Target.parse(asked["argv"])
+    def _target(self, asked: dict[str, Any]) -> Target | None:
+        return Target.parse(asked["argv"])
 
     @staticmethod
     def _hand_over(files: dict[int, int]) -> None:
@@ -214,13 +215,13 @@ class _Agents(_Maker):
         # For pydantic's look at the sources of kit's settings: the first time, that goes through all modules' files.
         inspect.getmodule(compile("", "no module", "exec"))
 
-    def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
+    def _target(self, asked: dict[str, Any]) -> Target | None:
         match asked["argv"]:
             case [_, "-u", "-", *args]:
-                return forkserver.Target(str(_folder() / "stdin.py"), False, args)
+                return Target(str(_folder() / "stdin.py"), False, args)
             case [_, "-c", *_]:
                 sys.executable = str(_folder() / WITH_TORCH)
-                return forkserver.Target(str(_folder() / "boot.py"), False, [])
+                return Target(str(_folder() / "boot.py"), False, [])
         target = super()._target(asked)
         if target is not None and target.name == SUBMIT:
             sys.executable = str(_folder() / "python")  # by which submitit has Slurm start the job
@@ -235,9 +236,9 @@ class _Programs(_Maker):
         # A fork would forget kit's own modules, and so take them apart.
         self._ours = [sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "nodekit"]
 
-    def _target(self, asked: dict[str, Any]) -> forkserver.Target | None:
+    def _target(self, asked: dict[str, Any]) -> Target | None:
         sys.executable = str(_folder() / "python")
-        return forkserver.Target(str(_folder() / "boot.py"), False, [])
+        return Target(str(_folder() / "boot.py"), False, [])
 
 
 def _compile_beforehand(packages: Iterable[ModuleType], *more: bytes) -> None:

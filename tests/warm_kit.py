@@ -17,7 +17,8 @@ import warm_python
 import nodekit.deploy
 import nodekit.inventory
 import nodekit.slurm
-from nodekit.deploy.agent.ranks import forkserver
+from nodekit.deploy.agent.ranks import fresh
+from nodekit.deploy.agent.ranks.target import Target
 
 CLI = "nodekit.deploy.commands.cli"
 NOT_KITS_OWN = (
@@ -59,7 +60,7 @@ class _Maker(warm_python._Maker):
         own = {name: value for name, value in env.items() if name.startswith(("PYTHON", "LC_", "LANG", "TZ"))}
         return {**self._env, **own}
 
-    def _become(self, start: Mapping[str, Any], target: forkserver.Target | None) -> NoReturn:
+    def _become(self, start: Mapping[str, Any], target: Target | None) -> NoReturn:
         sys.executable = start["env"].get(EXECUTABLE, sys.executable)
         super()._become(start, target)
 
@@ -67,7 +68,7 @@ class _Maker(warm_python._Maker):
         def forget_nothing(*, but: str) -> None:
             """All of kit is there."""
 
-        forkserver._forget_ours = forget_nothing
+        fresh.forget_ours = forget_nothing
         super().load(preload)
 
 

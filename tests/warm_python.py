@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nodekit.deploy.agent.ranks import children, forkserver, worker
+from nodekit.deploy.agent.ranks.target import Target, refusal
 
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 LIBRARIES = (
@@ -202,9 +203,9 @@ class _Maker(forkserver._Server):
                 os.dup2(each, number)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             env = {name: value for name, value in asked["env"].items() if name != TORCHS_OWN}
-            target = forkserver.Target.parse(asked["argv"])
+            target = Target.parse(asked["argv"])
             self._ignore(asked["ignored"])
-            if why := forkserver._refusal(target, self._as_ours(env), asked["cwd"], self._env):
+            if why := refusal(target, self._as_ours(env), asked["cwd"], self._env):
                 names = why.partition("environment differs in ")[2]
                 if names and not self.MAY_DIFFER.issuperset(names.split(", ")):
                     os.write(2, os.fsencode(f"not a fork: {why}\n"))

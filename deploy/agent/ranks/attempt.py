@@ -24,8 +24,9 @@ from nodekit.deploy.agent.ranks.failures import (
     may_be_the_kernels,
     tells_its_end,
 )
-from nodekit.deploy.agent.ranks.forkserver import TRAINING, ForkServer, Target
+from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.ranks.messages import Kind, Messages
+from nodekit.deploy.agent.ranks.target import TRAINING, Target
 from nodekit.deploy.agent.ranks.workers import Workers, WorkerStart
 from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.spec import AgentSpec

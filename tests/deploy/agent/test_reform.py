@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import textwrap
 import time
@@ -134,7 +135,8 @@ class Run:
 
     def step(self) -> int:
         """The last one that n0 has told."""
-        return int((self.agents.status("n0").get("progress") or "0").partition("/")[0])
+        told = re.match(r"\d+", self.agents.status("n0").get("progress") or "")
+        return int(told[0]) if told else 0
 
     def wait_step(self, step: int) -> None:
         until(lambda: self.step() >= step, what=f"step {step}", timeout_s=PATIENCE_S)

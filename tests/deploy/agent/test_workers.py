@@ -22,7 +22,8 @@ from free_ports import free_port
 
 from nodekit.deploy.agent.ranks import worker
 from nodekit.deploy.agent.ranks.attempt import imports_for
-from nodekit.deploy.agent.ranks.forkserver import ForkServer, unforkable
+from nodekit.deploy.agent.ranks.forkserver import ForkServer
+from nodekit.deploy.agent.ranks.target import unforkable
 
 GRACE_S = 60.0
 """For workers that hear SIGTERM: they end at once, but a machine may stand still for longer than 5 s just then."""

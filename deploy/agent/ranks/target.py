@@ -1,0 +1,96 @@
+"""What a rank's command line runs, and whether a fork of a process with all imports can run it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TRAINING = "nodekit.training"
+_GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci")
+# Variables that python, libc, torch and its libraries read once, when they start or are imported.
+READ_AT_START = re.compile(
+    r"(?!TORCHELASTIC_|TORCH_NCCL_|TORCH_FR_)(PYTHON|LD_|LC_|LANG|TZ|HOME$|MALLOC_|GLIBC_|OMP_|KMP_|GOMP_|MKL_"
+    r"|OPENBLAS_|DNNL_|ONEDNN_|ATEN_|NPY_|NUMPY_|KINETO_|TORCH|PYTORCH_|AOT|INDUCTOR_|TRITON_|HALIDE_|FX_|COMPILE_|PARTITIONER_)"
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a python command line runs."""
+
+    name: str
+    is_module: bool
+    args: list[str]
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Target | None:
+        """The target of ``python [-u] SCRIPT|-m MODULE ARGS...``; None of anything else."""
+        rest = list(argv[1:])
+        if rest[:1] == ["-u"] and getattr(sys.stdout, "write_through", False):
+            del rest[0]  # as we are ourselves: the streams are taken over as they are
+        if argv[0] != "python" or not rest:
+            return None
+        if rest[0] == "-m" and len(rest) > 1:
+            return cls(rest[1], True, rest[2:])
+        return None if rest[0].startswith("-") else cls(rest[0], False, rest[1:])
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is kit's training module."""
+        return self.is_module and self.name == TRAINING
+
+    def folder(self, cwd: str) -> str:
+        """What python puts first on ``sys.path``."""
+        return str(Path(cwd).resolve() if self.is_module else Path(cwd, self.name).resolve().parent)
+
+
+def unforkable(descriptors: Path = Path("/proc/self/fd")) -> str | None:
+    """Why an import has left this process such that no worker can be a fork of it, if one has."""
+    if threading.active_count() > 1:
+        return "an import has started a thread"  # which a fork would lack, with the locks that it holds
+    for each in descriptors.iterdir():
+        with contextlib.suppress(OSError):  # the one of this very list
+            opened = os.readlink(each)  # noqa: PTH115
+            # CUDA and NVML do not find out that they are in another process, which has none of their files.
+            if opened.startswith(_GPU_FILES):
+                return f"an import has opened {opened}"
+    return None
+
+
+def refusal(
+    target: Target | None, env: Mapping[str, str], cwd: str, server_env: Mapping[str, str]
+) -> str | None:
+    """Why the worker cannot be a fork of this process, if it cannot."""
+    if target is None:
+        return "only python [-u] SCRIPT or -m MODULE can be forked"
+    differs = {
+        name
+        for name in env.keys() | server_env.keys()
+        if env.get(name) != server_env.get(name) and READ_AT_START.match(name)
+    }
+    if differs == {"OMP_NUM_THREADS"} and env.get("OMP_NUM_THREADS", "").isdecimal():
+        differs = set()  # the agent sets it for nodes with several workers, and it can be set afterwards
+    if differs:
+        return f"the environment differs in {', '.join(sorted(differs))}"
+    if not all(entry.startswith("/") for entry in (env.get("PYTHONPATH") or "/").split(":")):
+        return "PYTHONPATH has a relative entry"  # ours was looked up from another folder
+    if not target.is_module:
+        path = Path(cwd, target.name)
+        if not path.is_file():
+            return f"there is no {target.name}"
+        if path.suffix != ".py" and b"\0" in path.read_bytes()[:1024]:
+            return f"{target.name} is no source"  # an archive, or compiled: python itself knows how
+    # A file of the user's that has the name of a module we have imported is what a fresh interpreter would import.
+    loaded = {name.partition(".")[0] for name in sys.modules} - {"__main__", "nodekit"}
+    with contextlib.suppress(OSError):
+        for path in Path(target.folder(cwd)).iterdir():
+            name = path.name.partition(".")[0]
+            if name in loaded and (path.suffix in (".py", ".so") or (path / "__init__.py").exists()):
+                return f"{path.name} hides a module of the same name"
+    return None
