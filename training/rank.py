@@ -218,6 +218,7 @@ def _attempt(
         result = _run_loops(loops, options, world, task, folder, stop)
         if result is None and loops[-1].is_paused and (kept := loops[-1].keep()):
             _forget(loops.pop())
+            kept.has_paused = True
             return kept
         world.close()  # here, where it cannot take longer than the grace if a signal comes
         return stop.exit_code if result is None else 0

@@ -45,7 +45,6 @@ from nodekit.deploy.host.schema import EndCause, Finished
 
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
-SHARE_S = 10.0  # until the others have their files' list, from when their ranks have ended
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
 
@@ -163,21 +162,22 @@ class Agent:
             raise WaitedInVain(f"waited {spec.wait_s:.0f} s for {spec.min_nodes} nodes") from error
         finally:
             self._is_meeting = False
-        if self._attempts.is_on and self._formed is not None:
+        has_paused = self._attempts.is_on
+        if has_paused and self._formed is not None:
+            if self._replicas is not None:
+                self._replicas.announce((spec.generation, formed.round), spec.grace_s)
             why = self._watch.pause_for(rendezvous, formed, self._formed)
             if why == "failed":
                 return self._end("failed", self._watch.failed_as)
-            if rendezvous.num_nodes_waiting():  # one is lost meanwhile: no rank is to wait for it
-                return None
         names = formed.names
         self._voters = newest(Voters.of(each["electorate"]) for each in formed.members)
         if not self._voters.may_train(names):
             self._wait_blocked(rendezvous, names)
             return None
         self._formed = formed
-        share_snapshots(
-            self._replicas, self._folder / "snapshots", formed, spec.generation, SHARE_S + spec.grace_s
-        )
+        share_snapshots(self._replicas, self._folder / "snapshots", formed, spec.generation)
+        if has_paused and rendezvous.has_lost_any():  # meanwhile: no rank that stays is to wait for it
+            return None
         self._start(rendezvous, formed)
         why = self._watch.until_over(spec, rendezvous, formed)
         self._is_done = why == "done"
@@ -313,6 +313,7 @@ class Agent:
             "electorate": self._voters.to_dict(),
             "replicas": self._replicas.endpoint if self._replicas else None,
             "has_files": has_files,
+            "trains_in": self._formed.round if self._formed and self._attempts.is_on else None,
         }
 
     # --- workers ---
@@ -329,6 +330,7 @@ class Agent:
         except OSError as error:
             text = f"the fence of this node cannot be read ({error}): no rank is started"
             raise unfit(text, error) from error
+        rendezvous.begin()
         self._attempts.start(spec, formed, lambda: rendezvous.has_lost(formed))
 
     # --- the end ---

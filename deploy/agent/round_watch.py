@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from nodekit.deploy.agent.hang_diagnosis import HangDiagnosis
-from nodekit.deploy.agent.ranks.attempt import Attempts
+from nodekit.deploy.agent.ranks.attempt import EXITS_NO_FAILURE, Attempts
 from nodekit.deploy.agent.ranks.budget import A_HANG, MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary, message_of
 from nodekit.deploy.agent.ranks.messages import Kind
@@ -110,10 +110,16 @@ class RoundWatch:
                 return self._again_or_give_up()
 
     def end_if_broken(self, rendezvous: Rendezvous, formed: Formed) -> Why | None:
-        """End the workers, which train while the agents meet for another round, once one of them has failed."""
+        """End the workers, which train while the agents meet for another round, once one has failed or a node is lost.
+
+        They may pause already, as those of other nodes were told to.
+        """
         self._attempts.look()
-        if self._is_broken(rendezvous, formed, self._attempts.poll()):
+        exits = {rank: code for rank, code in self._attempts.poll().items() if code not in EXITS_NO_FAILURE}
+        if self._is_broken(rendezvous, formed, exits):
             return self._after_failure(rendezvous, formed)
+        if gone := rendezvous.gone(formed):
+            return self._after_loss(gone, num_waiting=0)
         return None
 
     def members_changed(self, rendezvous: Rendezvous, formed: Formed, *, is_ending: bool) -> Why | None:
@@ -137,24 +143,26 @@ class RoundWatch:
             if not gone and self._attempts.is_on:
                 formed.tell(LEAVES)
                 return "again"
-        lost = rendezvous.num_lost
-        names = sorted(set(formed.names) - rendezvous.here)
-        self._record.event(
-            "membership", lost=lost, waiting=rendezvous.num_nodes_waiting() - lost, names=names
-        )
-        self._end(self.dying_s, "a node is lost", "lost")
-        return self._again_or_give_up()
+        return self._after_loss(gone, num_waiting=max(0, waiting - rendezvous.num_lost))
 
     def pause_for(self, rendezvous: Rendezvous, formed: Formed, last: Formed) -> Why:
         """Have the workers pause that have trained while all met; end them if some of the last round's are lost."""
         if why := self.end_if_broken(rendezvous, last):
             return why
-        gone, new = set(last.names).difference(formed.names), set(formed.names).difference(last.names)
-        self._record.event("membership", lost=len(gone), waiting=len(new), names=sorted(gone))
-        if gone:
-            self._end(self.dying_s, "a node is lost", "lost")
-        else:
-            self._end(self._spec.grace_s, "a node comes in", "pause")
+        still = {each["name"] for each in formed.members if each["trains_in"] == last.round}
+        num_new = len(set(formed.names).difference(last.names))
+        if gone := sorted(set(last.names) - still):
+            return self._after_loss(gone, num_waiting=num_new)
+        if num_new:
+            self._record.event("membership", lost=0, waiting=num_new, names=[])
+        self._end(self._spec.grace_s, "a node comes in", "pause")
+        return self._again_or_give_up()
+
+    def _after_loss(self, names: list[str], *, num_waiting: int) -> Why:
+        """Some members are lost, or have ended their ranks; none, where all others have left to meet who comes in."""
+        if names:
+            self._record.event("membership", lost=len(names), waiting=num_waiting, names=names)
+        self._end(self.dying_s, "a node is lost", "lost")
         return self._again_or_give_up()
 
     def _is_broken(self, rendezvous: Rendezvous, formed: Formed, exits: Mapping[int, int]) -> bool:

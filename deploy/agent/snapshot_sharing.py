@@ -10,9 +10,7 @@ from nodekit.deploy.agent.replicas.replicas import Replicas
 from nodekit.deploy.agent.unfit import Unfit
 
 
-def share_snapshots(
-    replicas: Replicas | None, folder: Path, formed: Formed, generation: int, deadline_s: float
-) -> None:
+def share_snapshots(replicas: Replicas | None, folder: Path, formed: Formed, generation: int) -> None:
     """Have what the workers of any member wrote to their folders, before any is started.
 
     Args:
@@ -20,7 +18,6 @@ def share_snapshots(
         folder: of what its workers write.
         formed: the round.
         generation: whose round it is.
-        deadline_s: how long to wait for a member that says nothing: ranks of some may still save.
 
     Raises:
         Unfit: this node cannot have it.
@@ -34,7 +31,7 @@ def share_snapshots(
         return
     text = ""
     try:
-        gathered = replicas.gather(peers, attempt, deadline_s)
+        gathered = replicas.gather(peers, attempt)
         if gathered.missing:
             text = f"{', '.join(gathered.missing)} could not be written to {folder}"
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import select
 import signal
 import threading
 from dataclasses import replace
@@ -166,7 +167,9 @@ def test_who_stands_by_does_not_join_an_attempt_that_is_over(
     assert reform.attempt_of(world, make).run_id == "2"
     assert made == ["1", "2"]
     assert "NODEKIT_STANDBY" not in os.environ
-    assert not agent.is_heard(), "its agent has not waited for it, and may take it for the word of a loss"
+    assert not agent.hears_of_a_loss(), (
+        "its agent has not waited for it, and may take it for the word of a loss"
+    )
 
 
 def test_who_is_about_to_be_started_hears_what_it_is_told(agent: Messages) -> None:
@@ -185,10 +188,13 @@ def test_who_is_about_to_be_started_hears_what_it_is_told(agent: Messages) -> No
 
 def test_a_rank_that_waits_is_heard_at_once(agent: Messages) -> None:
     assert agent.inbox is not None
-    assert not agent.is_heard()
-    AgentMessages(agent.path(1)).say_waiting()
-    assert agent.is_heard()
-    assert not agent.is_heard(), "once"
+    assert not agent.hears_of_a_loss()
+    AgentMessages(agent.path(1)).say_waiting(has_paused=False)
+    assert agent.hears_of_a_loss()
+    assert not agent.hears_of_a_loss(), "once"
+    AgentMessages(agent.path(1)).say_waiting(has_paused=True)
+    assert select.select([agent.inbox], [], [], 0)[0], "it is looked at what the rank does"
+    assert not agent.hears_of_a_loss()
 
 
 def test_what_a_rank_has_not_read_yet_is_known(agent: Messages) -> None:

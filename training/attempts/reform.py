@@ -153,7 +153,8 @@ def next_world(kept: "Kept", world: "World", stop: "Stop", make: Callable[[], "W
 
     assert world.messages is not None
     world.stage(WAITING, step=kept.age[1])
-    world.messages.say_waiting()
+    world.messages.say_waiting(has_paused=kept.has_paused)
+    kept.has_paused = False  # should it wait once more
     found = world.messages.next_attempt(SAVE_AFTER_S)
     if found is None and not stop.requested:
         kept.save()

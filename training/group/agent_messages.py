@@ -68,12 +68,16 @@ class AgentMessages:
             self._is_ignored = True
             self.has_left.set()
 
-    def say_waiting(self) -> None:
-        """Have the agent look at once at what this rank does: it waits for the next attempt."""
+    def say_waiting(self, *, has_paused: bool) -> None:
+        """Have the agent look at once at what this rank does: it waits for the next attempt.
+
+        Args:
+            has_paused: whether all ranks agreed to, and none is lost.
+        """
         with suppress(OSError):
             handle = os.open(self._pipe.with_name("agent"), os.O_WRONLY | os.O_NONBLOCK)
             try:
-                os.write(handle, b"\n")
+                os.write(handle, b"p" if has_paused else b"l")
             finally:
                 os.close(handle)
 

@@ -26,6 +26,8 @@ class Kept:
     """Saves it without the other ranks; False if that failed."""
     attempt: str = ""
     """As in `Made`."""
+    has_paused: bool = False
+    """Whether all ranks agreed to wait for a node that comes in, and none is lost."""
 
     @property
     def made(self) -> Made:

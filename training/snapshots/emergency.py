@@ -163,7 +163,9 @@ class EmergencySave:
         if pauses and not stops:
             step = self._last.found()
             assert step is not None, "all ranks ask after an update, and not within one"
-            raise AttemptOver(self._kept(step), "another node comes in")
+            kept = self._kept(step)
+            kept.has_paused = True
+            raise AttemptOver(kept, "another node comes in")
         return bool(stops)
 
     def __exit__(

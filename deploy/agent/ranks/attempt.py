@@ -39,7 +39,7 @@ from nodekit.training.imports import imports_of
 from nodekit.training.options.arguments import OptionsError, read
 
 LOG_TAIL_BYTES = 64 * 1024
-_EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
+EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
 STAND_BY_S = 600.0  # for the imports and the data of ranks that join
 LOSS_S = 0.4  # until it is looked again, while ranks pause, whether one is lost for which they would wait
 ALSO_S = 0.1  # of a node's ranks several may fail of the same
@@ -138,7 +138,7 @@ class Attempts:
         self._messages.prepare(range(spec.nproc_per_node))
         if self._messages.inbox is not None:
             self.workers.wake_by(self._messages.inbox)
-            self._messages.is_heard()  # of the last attempt
+            self._messages.hears_of_a_loss()  # of the last attempt
         self._record.make_snapshot_dir()
         self._expected_snapshot = self._record.expected_snapshot
         self._attempt = f"{spec.generation}.{formed.round}"
@@ -310,12 +310,12 @@ class Attempts:
             num_ended = len(exits)
             self.workers.wait(_POLL_S)
         self._logbook.look()
-        return [self._failure(rank, code) for rank, code in exits.items() if code not in _EXITS_NO_FAILURE]
+        return [self._failure(rank, code) for rank, code in exits.items() if code not in EXITS_NO_FAILURE]
 
     def say_why(self, exits: Mapping[int, int]) -> bool:
         """Whether one of these ranks, which have ended, says why the whole round has."""
         return any(
-            code not in _EXITS_NO_FAILURE and is_cause(self._last_words(rank, code)[0], code)
+            code not in EXITS_NO_FAILURE and is_cause(self._last_words(rank, code)[0], code)
             for rank, code in exits.items()
         )
 
@@ -355,7 +355,7 @@ class Attempts:
 
     def hears_of_a_loss(self) -> bool:
         """Whether a rank has said, since the last call, that it has lost another one and waits for the next attempt."""
-        return self._messages.is_heard()
+        return self._messages.hears_of_a_loss()
 
     def _stay(self) -> set[int]:
         """The local ranks that wait for the next attempt."""

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 Kind = Literal["lost", "pause"]
 """Another rank is lost; another node comes in."""
+_HAS_LOST = b"l"  # what a rank says that waits for the next attempt; b"p" where all have paused
 
 
 class Messages:
@@ -26,7 +27,7 @@ class Messages:
         """`folder` is made by `prepare`."""
         self._folder = folder
         self.inbox: int | None = None
-        """The descriptor from which `is_heard` reads, to wait for it by `poll`; None where there is none."""
+        """The descriptor from which `hears_of_a_loss` reads, to wait for it by `poll`; None where there is none."""
         self._kept: dict[int, int] = {}
 
     def path(self, local_rank: int) -> Path:
@@ -58,12 +59,12 @@ class Messages:
         while self._kept:
             os.close(self._kept.popitem()[1])
 
-    def is_heard(self) -> bool:
-        """Whether a rank has said something since the last call."""
+    def hears_of_a_loss(self) -> bool:
+        """Whether a rank has said since the last call that it waits since another one is lost."""
         if self.inbox is None:
             return False
         try:
-            return bool(os.read(self.inbox, 1 << 16))
+            return _HAS_LOST in os.read(self.inbox, 1 << 16)
         except BlockingIOError:
             return False
 

@@ -129,7 +129,7 @@ class Rendezvous:
         self._keepalive_server: KeepaliveServer | None = None
         self._keepalive: Keepalive | None = None
         self._formed_size = 0
-        self._workers_stores: tuple[Any, ...] = ()
+        self._workers_stores: list[Any] = []
         self._soon_until = 0.0
         run_id = f"{spec.run_id}.{spec.generation}"
         where = f"{spec.master_addr}:{spec.master_port}"
@@ -148,6 +148,7 @@ class Rendezvous:
                 spec.local_addr, pid, 0, node_rank=spec.node_rank, process=number_of_process(pid)
             )
             backend = SignedBackend(self._signed)
+            self._identity = node.identity
             self._connect_keepalive(node.identity)
         settings = upstream.RendezvousSettings(
             run_id,
@@ -240,11 +241,11 @@ class Rendezvous:
                 raise FormAgain
             self._formed_size = info.world_size
             workers_store = None
+            own = {**own, "identity": self._identity}
             if info.rank == 0:
                 workers_store = _new_store(self._spec.local_addr)
                 own = {**own, "master": [self._spec.local_addr, workers_store.port]}
-            # The last round's workers may train on until this one's start.
-            self._workers_stores = (*self._workers_stores[-1:], workers_store)
+            self._workers_stores.append(workers_store)
             number = int(self._state.state.round)
             store = self._signed.part(str(number))
             keys = [f"member/{rank}" for rank in range(info.world_size)]
@@ -317,6 +318,15 @@ class Rendezvous:
                 return self.is_broken(formed.round) or not self.here.issuperset(formed.without(DONE))
         except StoreLost:
             return True
+
+    def has_lost_any(self) -> bool:
+        """Whether a member of the round that was formed last is gone by now."""
+        self.num_nodes_waiting()  # looks who is here
+        return self.num_lost > 0
+
+    def begin(self) -> None:
+        """The workers of the round that was formed last begin: nobody uses an earlier round's store any more."""
+        del self._workers_stores[:-1]
 
     def wait_for(self, formed: Formed, what: str, pause: Callable[[], None], until: float = math.inf) -> None:
         """Wait until all members that are here have told `what`, or until that `time.monotonic()`."""
@@ -401,8 +411,16 @@ class Rendezvous:
 
     def is_gone(self, node: RankedNode) -> bool:
         """Whether a node's keepalive has ended: the rendezvous host sees it, and tells the others."""
-        lost = self._told_lost if self._keepalive_server is None else self._keepalive_server.lost
-        return node.identity in lost
+        return node.identity in self._lost
+
+    def gone(self, formed: Formed) -> list[str]:
+        """The names of a round's members whose keepalives have ended; agents that were started again are others."""
+        lost = self._lost
+        return sorted(str(each["name"]) for each in formed.members if each["identity"] in lost)
+
+    @property
+    def _lost(self) -> set[str]:
+        return self._told_lost if self._keepalive_server is None else self._keepalive_server.lost
 
     # --- what only the rendezvous host knows ---
 

@@ -27,6 +27,7 @@ from nodekit.deploy.agent.agent_wire import Wire, WrongToken
 from nodekit.deploy.agent.replicas.replica_copies import Copies
 from nodekit.deploy.agent.replicas.replica_files import (
     BROKEN,
+    NEVER,
     SHA256,
     Attempt,
     Listing,
@@ -117,6 +118,7 @@ class Replicas:
         self._pusher: Pusher | None = None
         self._turn = threading.Condition()
         self._entered = self._files.entered
+        self._announced: tuple[Attempt, float] = NEVER, 0.0
         self._answer: dict[str, Any] | None = None  # what to list, once known for this attempt
         self._is_gathering = self._is_closed = False
         self._serving: dict[threading.Thread, Wire] = {}
@@ -142,17 +144,22 @@ class Replicas:
         found = self._here.scan()
         return bool(found.files or not found.is_whole or self._files.known or not self._copies.are_none)
 
+    def announce(self, attempt: Attempt, within_s: float) -> None:
+        """This node comes to this attempt within so many seconds, once its workers have ended: others wait for it."""
+        self._announced = attempt, time.monotonic() + within_s
+
     def enter(self, peers: Mapping[str, str], attempt: Attempt) -> None:
         """In place of `gather`, with its arguments, where no member `has_files`: those still to come are copied."""
         with self._turn:
-            self._entered = self._files.entered = attempt
+            self._entered, self._answer, self._is_gathering = attempt, None, False
+        self._files.entered = self._files.attempt = attempt
         self._push_to(peers)
 
     def finish_copying(self, deadline_s: float) -> bool:
         """Once the workers have ended: copy what is not copied yet; False if that was not done in time."""
         return self._pusher is None or self._pusher.finish_copying(deadline_s)
 
-    def gather(self, peers: Mapping[str, str], attempt: Attempt, deadline_s: float) -> Gathered:
+    def gather(self, peers: Mapping[str, str], attempt: Attempt, deadline_s: float = 10.0) -> Gathered:
         """Make the folder what it has to be for this attempt; no worker may run.
 
         Args:
@@ -259,7 +266,9 @@ class Replicas:
                 return wire.send({"error": f"it is in {entered[0]}.{entered[1]} already"})
             if entered == attempt and answer is not None:
                 return wire.send(answer)
-            wire.send({"is_reading": entered == attempt})
+            announced, until = self._announced
+            is_coming = announced == attempt and time.monotonic() < until
+            wire.send({"is_reading": entered == attempt or is_coming})
         return None
 
     def _fetch(self, wire: Wire, request: Mapping[str, Any]) -> None:

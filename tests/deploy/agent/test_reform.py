@@ -422,10 +422,10 @@ if os.environ["NODEKIT_GENERATION"] == "0":
 
 
 class Alone(Run):
-    """One node, with a program of its own."""
+    """One node, or more, with a program of its own."""
 
-    def __init__(self, agents: Agents, job: str, **changes: Any) -> None:
-        self.begin(agents, job, num_nodes=1, **changes)
+    def __init__(self, agents: Agents, job: str, *, num_nodes: int = 1, **changes: Any) -> None:
+        self.begin(agents, job, num_nodes=num_nodes, **changes)
 
 
 def test_a_rank_that_has_said_that_it_waits_and_is_gone_is_started_again(agents: Agents) -> None:
@@ -457,7 +457,7 @@ lost.wait()
 messages.ignore()
 for _ in range(2):
     Path(os.environ["NODEKIT_PROGRESS_FILE"]).write_text(f"3 {WAITING}")
-    messages.say_waiting()
+    messages.say_waiting(has_paused=False)
     messages.next_attempt(60)
     time.sleep(2)
 """
@@ -540,7 +540,8 @@ def stopped(pids: list[int]) -> Iterator[None]:
         yield
     finally:
         for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # killed meanwhile
+                os.kill(pid, signal.SIGCONT)
 
 
 def agent_of(rank: int) -> int:
@@ -657,3 +658,34 @@ def test_ranks_train_on_until_all_agents_have_met_who_comes_in(
         name: [len(each["stayed"]) for each in run.events(name, "workers-started")] for name in ("n0", "n1")
     }
     assert stayed == {"n0": [0, 1, 0 if is_killed else 1], "n1": [0, 1, 1]}
+
+
+DEAF = """
+import os, queue
+from pathlib import Path
+from nodekit.training.group.agent_messages import AgentMessages
+messages, told = AgentMessages(Path(os.environ["NODEKIT_AGENT_PIPE"])), queue.SimpleQueue()
+for kind in ("lost", "pause"):
+    messages.when(kind, lambda kind=kind: told.put(kind))
+print("told:", told.get(), flush=True)
+os._exit(143)
+"""
+
+
+def test_who_is_lost_while_the_others_meet_and_comes_back_at_once_is_missed(agents: Agents) -> None:
+    """Ranks that wait for it in NCCL notice nothing by themselves, and cannot pause."""
+    run = Alone(agents, DEAF, num_nodes=4, min_nodes=2)
+    run.wait_world(4)
+    os.kill(agent_of(run.pids()["n3"][0]), signal.SIGKILL)
+    run.wait_world(3)
+    slow, lost = (agent_of(run.pids()[name][0]) for name in ("n1", "n2"))
+    with stopped([slow]):
+        run.join("n3", 3)
+        until(lambda: agents.status("n3").get("state") == "rendezvous", what="n3", timeout_s=PATIENCE_S)
+        time.sleep(1.0)  # n0 looks every half second, and leaves to meet n3
+        os.kill(lost, signal.SIGKILL)
+        until(lambda: not agents.status("n2")["alive"], what="its end")
+        run.join("n2", 2)
+        until(lambda: agents.status("n2").get("state") == "rendezvous", what="n2", timeout_s=PATIENCE_S)
+    run.wait_world(4)
+    assert agents.log(0, "0.1") == "told: lost\n"

@@ -130,6 +130,20 @@ def test_every_round_has_a_store_of_its_own_for_the_workers(connect: Any) -> Non
     assert ports[0] != ports[1]
 
 
+def test_the_store_of_workers_that_train_on_lives_until_the_next_ones_begin(connect: Any) -> None:
+    """The agents may meet several times until then."""
+    nodes = [connect(0, nodes=2), connect(1, nodes=2)]
+    port = form_all(nodes)[0].master_port
+    TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENT).set("name", "value")
+    for _ in range(3):
+        last = form_all(nodes)[0]
+    assert TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENT).get("name") == b"value"
+    nodes[0].begin()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    socket.create_connection(("127.0.0.1", last.master_port)).close()
+
+
 def test_a_node_that_is_gone_is_a_reason_to_form_anew_at_once(connect: Any) -> None:
     stays, leaves = connect(0, nodes=2, min_nodes=1), connect(1, nodes=2, min_nodes=1)
     form_all([stays, leaves])
@@ -260,12 +274,17 @@ def test_who_is_lost_is_known_to_all_whatever_the_rendezvous_host_does_meanwhile
 def test_an_agent_started_again_with_the_pid_of_the_last_one_is_another(connect: Any) -> None:
     """As in a container, or on a host that has started again: the last one was no false alarm, but dead."""
     host, gone = nodes = [connect(rank, nodes=2, min_nodes=1) for rank in range(2)]
-    form_all(nodes)
+    first = form_all(nodes)[0]
+    assert not host.gone(first)
     hang_up(gone, others=host)
     until(lambda: host.num_nodes_waiting() == 1)
+    assert host.has_lost_any()
     rendezvous.number_of_process.cache_clear()
     again = connect(1, nodes=2, min_nodes=1)
-    assert [len(each.members) for each in form_all([host, again])] == [2, 2]
+    formed = form_all([host, again])
+    assert [len(each.members) for each in formed] == [2, 2]
+    assert (host.gone(first), host.gone(formed[0])) == (["n1"], [])
+    assert not host.has_lost_any()
     server = host._keepalive_server
     assert server is not None
     assert (len(server.lost), server._lost_after) == (1, host._spec.lost_after), "as soon as before"

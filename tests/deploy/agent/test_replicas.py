@@ -268,6 +268,33 @@ def test_where_nobody_has_a_file_the_first_ones_are_copied_all_the_same(
     assert [node.alive.has_files for node in nodes.alive] == [True, True]
 
 
+def test_a_member_whose_workers_still_end_is_waited_for(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_REASSURE_S", 0.1)
+    nodes = cluster(2)
+    nodes[1].write("a.pt", "first")
+    peers = {node.name: node.alive.endpoint for node in nodes.nodes}
+    nodes[1].alive.announce((1, 1), PATIENT_S)
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(nodes[0].alive.gather, peers, (1, 1), 2.0)
+        time.sleep(2.5)
+        nodes[1].write("b.pt", "at the end")
+        nodes[1].alive.gather(peers, (1, 1), PATIENT_S)
+        assert early.result().silent == {}
+    assert nodes[0].files() == {"a.pt": "first", "b.pt": "at the end"}
+
+
+def test_who_announces_that_it_comes_and_does_not_is_waited_for_no_longer_than_that(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_REASSURE_S", 0.1)
+    nodes = cluster(2)
+    peers = {node.name: node.alive.endpoint for node in nodes.nodes}
+    nodes[1].alive.announce((1, 1), 0.5)
+    assert list(nodes[0].alive.gather(peers, (1, 1), 0.5).silent) == ["n1"]
+
+
 def test_who_enters_with_other_nodes_copies_to_those(cluster: Callable[..., Cluster]) -> None:
     nodes = cluster(3)
     nodes.enter()
