@@ -183,21 +183,28 @@ class RoundWatch:
         ended_by = (first["error"].strip() or how_it_ended(first["exitcode"])) if first else ""
         why = "a rank failed" if own else "a rank of another node failed"
         self._end(0, why, "lost", ended_by=ended_by)
+        verdict = self._judge(first, formed) or self._again_or_give_up()
+        if verdict == "again":
+            self._attempts.replace(self._spec)
+        self._attempts.ask_the_kernel(failures)  # beside that: its log is long
         self._record.failed(failures)
         if first:
             said: list[WorkerFailure] = [{**each, "error": message_of(each["error"])} for each in own]
             self._leave_if_broken(self._record.gpus.blamed_for(said))
-            seems_trained = False
-            with contextlib.suppress(RuntimeError):  # the store is lost
-                seems_trained = len(formed.without(TRAINS)) < len(formed.members)
-            reason = self.budget.crashed(first, seems_trained=seems_trained)
-            if reason is not None:
-                self.failed_as = reason
-                return "failed"
-        why = self._again_or_give_up()
-        if why == "again":
-            self._attempts.replace(self._spec)
-        return why
+        return verdict
+
+    def _judge(self, first: WorkerFailure | None, formed: Formed) -> Why | None:
+        """``failed`` if the failure is this node's own, and one too many."""
+        if first is None:
+            return None
+        seems_trained = False
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            seems_trained = len(formed.without(TRAINS)) < len(formed.members)
+        reason = self.budget.crashed(first, seems_trained=seems_trained)
+        if reason is None:
+            return None
+        self.failed_as = reason
+        return "failed"
 
     def _again_or_give_up(self) -> Why:
         if not self.budget.is_fruitless:

@@ -69,6 +69,7 @@ class Attempts:
         self.workers.preload(imports_for(spec.argv), self._base_environment())
         self._attempt = ""
         self._standing_by: set[int] = set()  # those that wait for their first attempt
+        self._pids_then: Mapping[int, int] = {}  # of the ranks of `failures`
         self._is_lost: Callable[[], bool] = lambda: False
         self.is_on = False
         """Whether an attempt has begun whose end is not told."""
@@ -298,7 +299,8 @@ class Attempts:
         """How ranks have failed, once all have ended or `wait_s` is over: who lost a peer may say so.
 
         Where one has said why it failed, nobody is waited for: those that wait in NCCL would not end. Who ended after a
-        snapshot, asked to, or because it was fenced, has not failed, nor has who waits for the next attempt.
+        snapshot, asked to, or because it was fenced, has not failed, nor has who waits for the next attempt. What the
+        kernel says of them, `ask_the_kernel` adds.
         """
         deadline, num_ended = time.monotonic() + wait_s, 0
         keeping = self._tell("lost")
@@ -310,7 +312,18 @@ class Attempts:
             num_ended = len(exits)
             self.workers.wait(_POLL_S)
         self._logbook.look()
+        self._pids_then = self.pids
         return [self._failure(rank, code) for rank, code in exits.items() if code not in EXITS_NO_FAILURE]
+
+    def ask_the_kernel(self, failures: Sequence[WorkerFailure]) -> None:
+        """Add what the kernel says of ranks that it may have ended, or whose GPU or DataLoader worker it may have."""
+        for each in failures:
+            error, exitcode = each["error"], each["exitcode"]
+            if is_secondary(error, exitcode) or not may_be_the_kernels(error, exitcode):
+                continue
+            others = map(int, re.findall(r"\(pid(?:\(s\))? (\d+)", error))
+            pids = [self._pids_then.get(each["rank"], 0), *others]
+            each["kernel"] = kernel.said(pids, age_s=self.seconds, kills_before=self._kills)
 
     def say_why(self, exits: Mapping[int, int]) -> bool:
         """Whether one of these ranks, which have ended, says why the whole round has."""
@@ -435,7 +448,7 @@ class Attempts:
             "when": written if has_said else self._ended.get(rank, time.time()),
             "log": self._log_of(rank),
             "error": error,
-            "kernel": self._kernel(local_rank, error, exitcode),
+            "kernel": [],
         }
 
     def _last_words(self, rank: int, exitcode: int) -> tuple[str, float]:
@@ -448,13 +461,6 @@ class Attempts:
                 file.seek(max(0, stat.st_size - LOG_TAIL_BYTES))
                 text = file.read().decode("utf-8", "replace")
         return last_words(text, exitcode), written
-
-    def _kernel(self, local_rank: int, error: str, exitcode: int) -> list[str]:
-        """What the kernel says of a rank that it may have ended, or whose GPU or DataLoader worker it may have."""
-        if is_secondary(error, exitcode) or not may_be_the_kernels(error, exitcode):
-            return []
-        pids = [self.workers.pids.get(local_rank, 0), *map(int, re.findall(r"\(pid(?:\(s\))? (\d+)", error))]
-        return kernel.said(pids, age_s=self.seconds, kills_before=self._kills)
 
 
 def is_training_module(spec: AgentSpec) -> bool:
