@@ -76,7 +76,9 @@ class Run:
 
     def pids(self) -> dict[str, list[int]]:
         """Of each node's ranks."""
-        return {name: [each["pid"] for each in self.agents.status(name)["workers"]] for name in self.names}
+        return {
+            name: [each["pid"] for each in self.agents.status(name).get("workers", [])] for name in self.names
+        }
 
     def pids_of_all_attempts(self, name: str) -> set[int]:
         return {each["pid"] for event in self.events(name, "workers-started") for each in event["workers"]}
@@ -675,10 +677,10 @@ os._exit(143)
 def test_who_is_lost_while_the_others_meet_and_comes_back_at_once_is_missed(agents: Agents) -> None:
     """Ranks that wait for it in NCCL notice nothing by themselves, and cannot pause."""
     run = Alone(agents, DEAF, num_nodes=4, min_nodes=2)
-    run.wait_world(4)
-    os.kill(agent_of(run.pids()["n3"][0]), signal.SIGKILL)
+    until(lambda: all(run.pids().values()), what="all ranks")
+    slow, lost, away = (agent_of(run.pids()[name][0]) for name in ("n1", "n2", "n3"))
+    os.kill(away, signal.SIGKILL)
     run.wait_world(3)
-    slow, lost = (agent_of(run.pids()[name][0]) for name in ("n1", "n2"))
     with stopped([slow]):
         run.join("n3", 3)
         until(lambda: agents.status("n3").get("state") == "rendezvous", what="n3", timeout_s=PATIENCE_S)
