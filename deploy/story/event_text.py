@@ -9,6 +9,8 @@ from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary
 from nodekit.deploy.records.events import Event
 
 _NAMED = 6  # of more nodes than this the rest is only counted
+SAID_S = 2.0
+"""So long what all nodes say of an attempt is waited for once it has made its first step: they say it each second."""
 COMING_S = 10.0
 """For so long after a node was reached, started or called nothing more is told of its way into the job."""
 
@@ -25,7 +27,10 @@ class Narrator:
         self._been: set[str] = set()
         self._named_lost: set[str] = set()
         self._world_size = 0
-        self._stayed: tuple[object, set[int]] = (None, set())
+        self._stayed: tuple[object, dict[str | None, set[int]]] = (None, {})
+        """Of an attempt: node → its ranks that have kept their processes."""
+        self._resuming: tuple[float, str] | None = None
+        """Since when it is waited for what nodes have to say of their ranks, and the sentence without that."""
         self._drained: set[str] = set()
         self._came: dict[str | None, float] = {}
         """Node → when it was last told that it is coming."""
@@ -43,7 +48,8 @@ class Narrator:
             event: in the order in which they were written to the run's file, or in that of time.
         """
         how: Callable[[Event], list[str]] | None = getattr(self, "_on_" + event.kind.replace("-", "_"), None)
-        return how(event) if how is not None else []
+        said = how(event) if how is not None else []
+        return [*self._resumed_text(event), *said]
 
     def _once(self, *what: Hashable) -> bool:
         """Whether this is the first time."""
@@ -189,8 +195,8 @@ class Narrator:
     def _on_workers_started(self, event: Event) -> list[str]:
         self._world_size = int(event.get("world_size") or 0)
         if self._stayed[0] != event.get("attempt"):
-            self._stayed = (event.get("attempt"), set())
-        self._stayed[1].update(event.get("stayed") or ())
+            self._stayed = (event.get("attempt"), {})
+        self._stayed[1][event.node] = set(event.get("stayed") or ())
         return []
 
     def _on_first_step(self, event: Event) -> list[str]:
@@ -212,12 +218,24 @@ class Narrator:
         goes_on = saved if is_resumed else step
         redone = last - goes_on
         again = f", {count(redone, 'step')} redone" if redone > 0 else ""
-        of_attempt, stayed = self._stayed
-        kept = ""
-        if stayed and of_attempt == event.get("attempt"):
-            process = "its process" if len(stayed) == 1 else "their processes"
-            kept = f"; {len(stayed)} of {count(self._world_size, 'rank')} kept {process}"
-        return [f"resumed at step {goes_on:,}{after}{again}{kept}"]
+        if self._stayed[0] != event.get("attempt"):
+            self._stayed = (event.get("attempt"), {})
+        self._resuming = event.time, f"resumed at step {goes_on:,}{after}{again}"
+        return []
+
+    def _resumed_text(self, event: Event) -> list[str]:
+        """That training has resumed, once all nodes have said which ranks have kept their processes, or some do not."""
+        if self._resuming is None:
+            return []
+        (since, text), stayed = self._resuming, self._stayed[1]
+        is_over = event.time > since + SAID_S or event.kind in ("attempt-ended", "agent-ended", "run-ended")
+        if stayed and not self._members <= stayed.keys() and not is_over:
+            return []
+        self._resuming = None
+        if not (number := sum(map(len, stayed.values()))):
+            return [text]
+        process = "its process" if number == 1 else "their processes"
+        return [f"{text}; {number} of {count(self._world_size, 'rank')} kept {process}"]
 
     def _on_sample(self, event: Event) -> list[str]:
         if event.get("attempt") == self._attempt or not self._attempt:

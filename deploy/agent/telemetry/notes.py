@@ -114,11 +114,10 @@ class Notes:
     def look(self, progress: str, *, is_training: bool, is_last: bool = False) -> Usage | None:
         """Note what is new; a sample of what the node uses, when it is time for another."""
         said = parse_progress(progress)
-        if not self._has_stepped and not hang.Progress.parse(progress, 0.0).is_start:
-            self._has_stepped = True
-            self._say("first-step", attempt=self._attempt, step=said["step"], total_steps=said["total_steps"])
         for fields in self._new_lines():
             self._take(fields)
+        if not hang.Progress.parse(progress, 0.0).is_start:
+            self._steps(said["step"], said["total_steps"])
         if self._sees_snapshots:
             self._look_for_snapshots(is_last=is_last)
         now = time.monotonic()
@@ -130,6 +129,12 @@ class Notes:
         if is_training and self._is_due("sample"):
             self._say("sample", attempt=self._attempt, **said, **_without_what_stays(sample))
         return sample
+
+    def _steps(self, step: int | None, total_steps: int | None, **at: float) -> None:
+        """Say that the ranks step, the first time in an attempt; `at` if one has told when, which kit's own do."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._say("first-step", attempt=self._attempt, step=step, total_steps=total_steps, **at)
 
     def _is_due(self, kind: str) -> bool:
         """Whether this kind may be noted again."""
@@ -164,6 +169,9 @@ class Notes:
         at = {"time": when} if isinstance(when, float) and now - MAX_TOLD_AGE_S < when <= now else {}
         if kind == "resumed":
             self._say("resumed", attempt=self._attempt, step=step, **at)
+        elif kind == "first-step":
+            total_steps = told.get("total_steps")
+            self._steps(step, total_steps if isinstance(total_steps, int) else None, **at)
         elif kind == "not-finite" and isinstance(told.get("ranks"), list):
             fields = {name: str(told.get(name, "")) for name in ("what", "value", "action")}
             ranks = [rank for rank in told["ranks"] if isinstance(rank, int)]

@@ -363,6 +363,23 @@ def test_what_ranks_tell_becomes_events_and_what_is_no_such_thing_does_not(said:
     assert {kind for kind, _ in said.events} == {"resumed", "evaluation", "first-step", "not-finite"}
 
 
+def test_when_the_first_step_was_done_is_taken_from_the_rank_that_tells_it(said: Said):
+    """It is looked once a second: a recovery of a tenth of a second would be told as one of nine."""
+    when = time.time() - 0.9
+    said.notes.begin("0.1", sees_snapshots=True)
+    said.tell(kind="resumed", step=40, time=when - 0.05)
+    said.tell(kind="first-step", step=41, total_steps=100, time=when)
+    said.notes.look("50/100 loss 0.3", is_training=True)
+    said.tell(kind="first-step", step=51, time=when)
+    said.notes.look("51/100 loss 0.3", is_training=True)
+    assert said.of("first-step") == [{"attempt": "0.1", "step": 41, "total_steps": 100, "time": when}]
+    assert [kind for kind, _ in said.events] == ["resumed", "first-step"]
+    said.notes.begin("0.2", sees_snapshots=True)
+    said.tell(kind="first-step", step=60, total_steps="many", time="now")
+    said.notes.look("", is_training=True)
+    assert said.of("first-step")[1:] == [{"attempt": "0.2", "step": 60, "total_steps": None}]
+
+
 def test_of_many_snapshots_the_pauses_are_added_up(said: Said):
     said.commit(5)  # was there before
     said.notes.begin("0.0", sees_snapshots=True)

@@ -137,6 +137,34 @@ def test_ranks_that_kept_their_processes_are_counted() -> None:
     assert after[-1].endswith("; 3 of 4 ranks kept their processes")
 
 
+@pytest.mark.parametrize(
+    ("last", "kept"),
+    [
+        (
+            (10.2, "b", "workers-started", {"attempt": "0.2", "world_size": 4, "stayed": [2]}),
+            "3 of 4 ranks kept their",
+        ),
+        ((11.0, "a", "sample", {"attempt": "0.2", "step": 45}), None),
+        ((13.0, "a", "sample", {"attempt": "0.2", "step": 55}), "2 of 4 ranks kept their"),
+        ((11.0, None, "run-ended", {"state": "stopped"}), "2 of 4 ranks kept their"),
+    ],
+)
+def test_what_all_nodes_say_of_their_ranks_is_waited_for_but_not_long(
+    last: tuple[float, str | None, str, dict[str, Any]], kept: str | None
+) -> None:
+    """Each tells once a second what it has done: one of two had, and the other one's ranks were missed."""
+    after = told(
+        *started("a", "b"),
+        (10.0, "a", "attempt-ended", {"attempt": "0.1", "step": 41}),
+        *((10.1, name, "rendezvous", {"attempt": "0.2", "members": ["a", "b"]}) for name in ("a", "b")),
+        (10.2, "a", "workers-started", {"attempt": "0.2", "world_size": 4, "stayed": [0, 1]}),
+        (10.3, "a", "first-step", {"attempt": "0.2", "step": 41}),
+        last,
+    )
+    said = [text for text in after if text.startswith("resumed")]
+    assert [text.partition("; ")[2].removesuffix(" processes") for text in said] == ([kept] if kept else [])
+
+
 def test_a_node_that_comes_back_is_told_from_one_that_is_new() -> None:
     def met(at: float, number: int, *members: str) -> tuple[float, str | None, str, dict[str, Any]]:
         return (at, "a", "rendezvous", {"attempt": f"0.{number}", "members": list(members)})
