@@ -24,6 +24,7 @@ class Narrator:
         self._started: float | None = None
         self._attempt = ""
         self._members: frozenset[str] = frozenset()
+        self._met = 0.0
         self._been: set[str] = set()
         self._named_lost: set[str] = set()
         self._world_size = 0
@@ -167,6 +168,8 @@ class Narrator:
             self._named_lost |= set(who)
             text = names(who) or count(lost, "node")
             return [f"{text} {'is' if lost == 1 else 'are'} lost; the others re-rendezvous"]
+        if event.time <= self._met:
+            return []  # it is told already who has come in
         verb, whom = ("comes", "it") if waiting == 1 else ("come", "them")
         return [f"{count(waiting, 'node')} {verb} in: ranks finish their step, and go on with {whom}"]
 
@@ -175,7 +178,7 @@ class Narrator:
         if not self._once("rendezvous", attempt):
             return []
         members = frozenset(event.get("members") or ())
-        before, self._members, self._attempt = self._members, members, attempt
+        before, self._members, self._attempt, self._met = self._members, members, attempt, event.time
         lost, new = sorted(before - members), sorted(members - before)
         back = [name for name in new if name in self._been]
         come = [name for name in new if name not in self._been]

@@ -165,6 +165,18 @@ def test_what_all_nodes_say_of_their_ranks_is_waited_for_but_not_long(
     assert [text.partition("; ")[2].removesuffix(" processes") for text in said] == ([kept] if kept else [])
 
 
+def test_that_a_node_comes_in_is_not_told_after_it_has() -> None:
+    """The node itself has met the others, and says so, while those still have their ranks pause."""
+    comes = (10.0, "a", "membership", {"lost": 0, "waiting": 1, "names": []})
+    met = (10.1, "c", "rendezvous", {"attempt": "0.2", "members": ["a", "b", "c"]})
+    has_come = "c has come in; re-formed with 3 nodes"
+    assert told(*started("a", "b"), comes, met)[2:] == [
+        "1 node comes in: ranks finish their step, and go on with it",
+        has_come,
+    ]
+    assert told(*started("a", "b"), met, comes)[2:] == [has_come]
+
+
 def test_a_node_that_comes_back_is_told_from_one_that_is_new() -> None:
     def met(at: float, number: int, *members: str) -> tuple[float, str | None, str, dict[str, Any]]:
         return (at, "a", "rendezvous", {"attempt": f"0.{number}", "members": list(members)})
