@@ -24,7 +24,8 @@ class Narrator:
         self._started: float | None = None
         self._attempt = ""
         self._members: frozenset[str] = frozenset()
-        self._met = 0.0
+        self._entered: set[tuple[str, str | None]] = set()
+        """An attempt, and a node that has told that it is in it."""
         self._been: set[str] = set()
         self._named_lost: set[str] = set()
         self._world_size = 0
@@ -168,17 +169,18 @@ class Narrator:
             self._named_lost |= set(who)
             text = names(who) or count(lost, "node")
             return [f"{text} {'is' if lost == 1 else 'are'} lost; the others re-rendezvous"]
-        if event.time <= self._met:
-            return []  # it is told already who has come in
+        if (self._attempt, event.node) not in self._entered:
+            return []  # it pauses for those that have told already that they have come in
         verb, whom = ("comes", "it") if waiting == 1 else ("come", "them")
         return [f"{count(waiting, 'node')} {verb} in: ranks finish their step, and go on with {whom}"]
 
     def _on_rendezvous(self, event: Event) -> list[str]:
         attempt = str(event.get("attempt"))
+        self._entered.add((attempt, event.node))
         if not self._once("rendezvous", attempt):
             return []
         members = frozenset(event.get("members") or ())
-        before, self._members, self._attempt, self._met = self._members, members, attempt, event.time
+        before, self._members, self._attempt = self._members, members, attempt
         lost, new = sorted(before - members), sorted(members - before)
         back = [name for name in new if name in self._been]
         come = [name for name in new if name not in self._been]
