@@ -176,7 +176,7 @@ class Agent:
             return None
         self._formed = formed
         share_snapshots(self._replicas, self._folder / "snapshots", formed, spec.generation)
-        if has_paused and rendezvous.has_lost_any():  # meanwhile: no rank that stays is to wait for it
+        if has_paused and rendezvous.has_lost(formed):  # meanwhile: no rank that stays is to wait for it
             return None
         self._start(rendezvous, formed)
         why = self._watch.until_over(spec, rendezvous, formed)
@@ -330,7 +330,7 @@ class Agent:
         except OSError as error:
             text = f"the fence of this node cannot be read ({error}): no rank is started"
             raise unfit(text, error) from error
-        rendezvous.begin()
+        rendezvous.workers_begin()
         self._attempts.start(spec, formed, lambda: rendezvous.has_lost(formed))
 
     # --- the end ---

@@ -114,8 +114,9 @@ class RoundWatch:
 
         They may pause already, as those of other nodes were told to.
         """
-        self._attempts.look()
-        exits = {rank: code for rank, code in self._attempts.poll().items() if code not in EXITS_NO_FAILURE}
+        attempts = self._attempts
+        ended = attempts.poll() if attempts.workers.wait(0) else {}
+        exits = {rank: code for rank, code in ended.items() if code not in EXITS_NO_FAILURE}
         if self._is_broken(rendezvous, formed, exits):
             return self._after_failure(rendezvous, formed)
         if gone := rendezvous.gone(formed):

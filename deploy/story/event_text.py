@@ -29,10 +29,10 @@ class Narrator:
         self._been: set[str] = set()
         self._named_lost: set[str] = set()
         self._world_size = 0
-        self._stayed: tuple[object, dict[str | None, set[int]]] = (None, {})
-        """Of an attempt: node → its ranks that have kept their processes."""
-        self._resuming: tuple[float, str] | None = None
-        """Since when it is waited for what nodes have to say of their ranks, and the sentence without that."""
+        self._stayed: dict[object, dict[str | None, int]] = {}
+        """Attempt → node → how many of its ranks have kept their processes."""
+        self._resuming: tuple[object, float, str] | None = None
+        """An attempt whose nodes have not all told that yet: since when it steps, and the sentence without that."""
         self._drained: set[str] = set()
         self._came: dict[str | None, float] = {}
         """Node → when it was last told that it is coming."""
@@ -51,7 +51,7 @@ class Narrator:
         """
         how: Callable[[Event], list[str]] | None = getattr(self, "_on_" + event.kind.replace("-", "_"), None)
         said = how(event) if how is not None else []
-        return [*self._resumed_text(event), *said]
+        return [*self._resumed_by(event), *said]
 
     def _once(self, *what: Hashable) -> bool:
         """Whether this is the first time."""
@@ -155,6 +155,8 @@ class Narrator:
     def _on_membership(self, event: Event) -> list[str]:
         self._breaks(event)
         lost, waiting = int(event.get("lost") or 0), int(event.get("waiting") or 0)
+        if not lost and (self._attempt, event.node) not in self._entered:
+            return []  # it pauses for those that have told already that they have come in
         who = event.get("names") or ()
         # A node that misses most of the others is likelier cut off than they are lost.
         is_alone = not self._leaving and 2 * lost > len(self._members) > 1
@@ -169,8 +171,6 @@ class Narrator:
             self._named_lost |= set(who)
             text = names(who) or count(lost, "node")
             return [f"{text} {'is' if lost == 1 else 'are'} lost; the others re-rendezvous"]
-        if (self._attempt, event.node) not in self._entered:
-            return []  # it pauses for those that have told already that they have come in
         verb, whom = ("comes", "it") if waiting == 1 else ("come", "them")
         return [f"{count(waiting, 'node')} {verb} in: ranks finish their step, and go on with {whom}"]
 
@@ -199,9 +199,7 @@ class Narrator:
 
     def _on_workers_started(self, event: Event) -> list[str]:
         self._world_size = int(event.get("world_size") or 0)
-        if self._stayed[0] != event.get("attempt"):
-            self._stayed = (event.get("attempt"), {})
-        self._stayed[1][event.node] = set(event.get("stayed") or ())
+        self._stayed.setdefault(event.get("attempt"), {})[event.node] = len(event.get("stayed") or ())
         return []
 
     def _on_first_step(self, event: Event) -> list[str]:
@@ -223,21 +221,25 @@ class Narrator:
         goes_on = saved if is_resumed else step
         redone = last - goes_on
         again = f", {count(redone, 'step')} redone" if redone > 0 else ""
-        if self._stayed[0] != event.get("attempt"):
-            self._stayed = (event.get("attempt"), {})
-        self._resuming = event.time, f"resumed at step {goes_on:,}{after}{again}"
-        return []
+        earlier = self._resumed_text()
+        self._resuming = event.get("attempt"), event.time, f"resumed at step {goes_on:,}{after}{again}"
+        return earlier
 
-    def _resumed_text(self, event: Event) -> list[str]:
-        """That training has resumed, once all nodes have said which ranks have kept their processes, or some do not."""
+    def _resumed_by(self, event: Event) -> list[str]:
+        """That training has resumed, once all nodes have told which ranks have kept their processes, or some do not."""
         if self._resuming is None:
             return []
-        (since, text), stayed = self._resuming, self._stayed[1]
+        attempt, since, _ = self._resuming
         is_over = event.time > since + SAID_S or event.kind in ("attempt-ended", "agent-ended", "run-ended")
-        if stayed and not self._members <= stayed.keys() and not is_over:
+        told = self._stayed.get(attempt, {}).keys()
+        return self._resumed_text() if is_over or not told or self._members <= told else []
+
+    def _resumed_text(self) -> list[str]:
+        """The same, by what they have told."""
+        if self._resuming is None:
             return []
-        self._resuming = None
-        if not (number := sum(map(len, stayed.values()))):
+        (attempt, _, text), self._resuming = self._resuming, None
+        if not (number := sum(self._stayed.get(attempt, {}).values())):
             return [text]
         process = "its process" if number == 1 else "their processes"
         return [f"{text}; {number} of {count(self._world_size, 'rank')} kept {process}"]

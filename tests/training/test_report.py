@@ -1,5 +1,6 @@
 """What a run's result says of its cost: throughput of its steps alone, and memory."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,22 @@ def test_of_quick_steps_some_are_drawn_and_of_slow_ones_all_however_late_they_ar
             report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64, ended=ended)
     assert drawn == [1, 4, 7, 10, *range(11, 16), 17]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 17
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_the_first_rank_of_a_node_tells_when_its_first_step_ended(tmp_path: Path, local_rank: int) -> None:
+    """Which may be read later: on a GPU, a step is reported while the next one runs."""
+    told = tmp_path / "told"
+    launched = {"RANK": "5", "WORLD_SIZE": "9", "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": "3"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NODEKIT_GENERATION": "0"}
+    world = World.from_env({**launched, **where, "NODEKIT_EVENTS_FILE": str(told)})
+    with Report(world, tmp_path, step=0, total_steps=9, is_evaluated=True) as report:
+        for step in (1, 2):
+            report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64, ended=100.0 + step)
+    if local_rank:
+        assert not told.exists()
+        return
+    assert json.loads(told.read_text()) == {"kind": "first-step", "step": 1, "total_steps": 9, "time": 101.0}
 
 
 def test_what_is_said_is_in_the_log_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

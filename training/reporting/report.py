@@ -123,7 +123,7 @@ class Report:
             self._peak_memory_bytes = _peak_memory_bytes(self._world.device)
         if self._num_samples == 0:
             if self._world.is_first_on_node:
-                self.tell("first-step", step=step, total_steps=self._total_steps)
+                self.tell("first-step", step=step, total_steps=self._total_steps, time=ended)
             if self._world.kept is not None:  # the process is as old as its first attempt
                 self.say(f"first step {now - self._started:.2f} s after all ranks were ready")
             elif (age_s := _process_age_s()) is not None:

@@ -315,16 +315,12 @@ class Rendezvous:
         try:
             self.num_nodes_waiting()  # looks who is here
             with self.lost_store_is_told():
-                return self.is_broken(formed.round) or not self.here.issuperset(formed.without(DONE))
+                away = set(formed.names) - self.here
+                return self.is_broken(formed.round) or bool(formed.without(DONE, among=away))
         except StoreLost:
             return True
 
-    def has_lost_any(self) -> bool:
-        """Whether a member of the round that was formed last is gone by now."""
-        self.num_nodes_waiting()  # looks who is here
-        return self.num_lost > 0
-
-    def begin(self) -> None:
+    def workers_begin(self) -> None:
         """The workers of the round that was formed last begin: nobody uses an earlier round's store any more."""
         del self._workers_stores[:-1]
 

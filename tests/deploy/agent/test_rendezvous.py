@@ -138,7 +138,7 @@ def test_the_store_of_workers_that_train_on_lives_until_the_next_ones_begin(conn
     for _ in range(3):
         last = form_all(nodes)[0]
     assert TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENT).get("name") == b"value"
-    nodes[0].begin()
+    nodes[0].workers_begin()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
     socket.create_connection(("127.0.0.1", last.master_port)).close()
@@ -278,13 +278,13 @@ def test_an_agent_started_again_with_the_pid_of_the_last_one_is_another(connect:
     assert not host.gone(first)
     hang_up(gone, others=host)
     until(lambda: host.num_nodes_waiting() == 1)
-    assert host.has_lost_any()
+    assert host.has_lost(first)
     rendezvous.number_of_process.cache_clear()
     again = connect(1, nodes=2, min_nodes=1)
     formed = form_all([host, again])
     assert [len(each.members) for each in formed] == [2, 2]
     assert (host.gone(first), host.gone(formed[0])) == (["n1"], [])
-    assert not host.has_lost_any()
+    assert not host.has_lost(formed[0])
     server = host._keepalive_server
     assert server is not None
     assert (len(server.lost), server._lost_after) == (1, host._spec.lost_after), "as soon as before"

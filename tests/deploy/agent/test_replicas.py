@@ -135,7 +135,7 @@ class Cluster:
         """All given nodes enter the next attempt together; `silent` are endpoints that say nothing."""
         self.attempt += 1
         members = list(nodes if nodes is not None else self.alive)
-        peers = {node.name: node.alive.endpoint for node in members} | (silent or {})
+        peers = self.peers(members) | (silent or {})
         with ThreadPoolExecutor(len(members)) as pool:
             return list(
                 pool.map(lambda node: node.alive.gather(peers, (1, self.attempt), deadline_s), members)
@@ -144,9 +144,13 @@ class Cluster:
     def enter(self) -> None:
         """All living nodes enter the next attempt without giving each other anything."""
         self.attempt += 1
-        peers = {node.name: node.alive.endpoint for node in self.alive}
         for node in self.alive:
-            node.alive.enter(peers, (1, self.attempt))
+            node.alive.enter(self.peers(self.alive), (1, self.attempt))
+
+    @staticmethod
+    def peers(nodes: Iterable[Node]) -> dict[str, str]:
+        """Name → endpoint."""
+        return {node.name: node.alive.endpoint for node in nodes}
 
     def settle(self) -> None:
         """All living nodes have copied everything to their living targets."""
@@ -274,7 +278,7 @@ def test_a_member_whose_workers_still_end_is_waited_for(
     monkeypatch.setattr(replicas, "_REASSURE_S", 0.1)
     nodes = cluster(2)
     nodes[1].write("a.pt", "first")
-    peers = {node.name: node.alive.endpoint for node in nodes.nodes}
+    peers = nodes.peers(nodes.nodes)
     nodes[1].alive.announce((1, 1), PATIENT_S)
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(nodes[0].alive.gather, peers, (1, 1), 2.0)
@@ -290,7 +294,7 @@ def test_who_announces_that_it_comes_and_does_not_is_waited_for_no_longer_than_t
 ) -> None:
     monkeypatch.setattr(replicas, "_REASSURE_S", 0.1)
     nodes = cluster(2)
-    peers = {node.name: node.alive.endpoint for node in nodes.nodes}
+    peers = nodes.peers(nodes.nodes)
     nodes[1].alive.announce((1, 1), 0.5)
     assert list(nodes[0].alive.gather(peers, (1, 1), 0.5).silent) == ["n1"]
 
@@ -1121,7 +1125,7 @@ def test_a_member_that_comes_late_is_waited_for(
     for _ in range(num_attempts_before):
         nodes.gather()
     nodes[1].write("a.pt", "a")
-    peers = {node.name: node.alive.endpoint for node in nodes.nodes}
+    peers = nodes.peers(nodes.nodes)
     attempt = (1, nodes.attempt + 1)
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(nodes[0].alive.gather, peers, attempt, PATIENT_S)

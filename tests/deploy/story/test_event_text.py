@@ -174,7 +174,13 @@ def test_that_a_node_comes_in_is_not_told_after_it_has() -> None:
         "1 node comes in: ranks finish their step, and go on with it",
         has_come,
     ]
-    assert told(*started("a", "b"), met, (10.2, *comes[1:]))[2:] == [has_come]
+    late = (10.2, *comes[1:])
+    assert told(*started("a", "b"), met, late)[2:] == [has_come]
+    is_lost = (20.0, "a", "membership", {"lost": 1, "waiting": 0, "names": ["b"]})
+    assert told(*started("a", "b"), met, late, is_lost)[2:] == [
+        has_come,
+        "b is lost; the others re-rendezvous",
+    ]
 
 
 def test_a_node_that_comes_back_is_told_from_one_that_is_new() -> None:
