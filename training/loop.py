@@ -20,7 +20,6 @@ from nodekit.training.errors import TrainingError
 from nodekit.training.group.collectives import broadcast_from_first
 from nodekit.training.options.options import Options
 from nodekit.training.process import rng
-from nodekit.training.process.devices import sum_dtype
 from nodekit.training.process.kept import Kept
 from nodekit.training.process.stop import Stop
 from nodekit.training.reporting.report import Report
@@ -35,7 +34,7 @@ from nodekit.training.steps.guarded import GuardedUpdates, can_guard, shared_fla
 from nodekit.training.steps.local_sgd import LocalSgd
 from nodekit.training.steps.not_finite import check_loss, check_weights
 from nodekit.training.steps.optimizers import is_fused, load_state
-from nodekit.training.steps.step_sums import Step, StepSums
+from nodekit.training.steps.step_sums import Step, StepSums, part_of_loss
 from nodekit.training.tasks import GIVEN, Task, optimizer_of
 from nodekit.training.weights import checkpoint
 from nodekit.training.weights.best import Best
@@ -96,7 +95,12 @@ class Loop:
         )  # fmt: skip
         self._last_batch: tuple[int, int] | None = None  # of the last step whose loss is known
         is_guarded = self.last_whole_step.is_known_late
-        self._sums = StepSums(world, may_be_late=not options.local_steps, is_guarded=is_guarded)
+        self._sums = StepSums(
+            world,
+            getattr(self.engine, "start_sum", None),
+            may_be_late=not options.local_steps,
+            is_guarded=is_guarded,
+        )
         self._is_prepared = False
         self._owes_snapshot = False
         self._saved_step: int | None = None
@@ -305,7 +309,6 @@ class Loop:
         num_steps = self.sampler.steps_left
         if not num_steps:  # resumed between the last step and the evaluation
             return True
-        loss_sum = torch.zeros((), dtype=sum_dtype(self.world.device), device=self.world.device)
         micro_batches = zip(self.sampler.micro_batches(), self.loader, strict=True)
 
         def compute() -> None:
@@ -314,16 +317,16 @@ class Loop:
             factor = self.options.lr_factor(self.step, self.total_steps)
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
-            loss_sum.zero_()
+            loss_sum: float | torch.Tensor = 0.0
             for micro, batch in self.waits.loading(micro_batches):
                 with self.engine.sync(is_last=micro.is_last and not self.local_sgd):
                     with self.engine.autocast():
                         loss = self.task.loss(self.engine.model, to_device(batch, self.world.device))
-                    loss_sum.add_(loss.detach().to(loss_sum.dtype) * micro.share)
+                    loss_sum = loss_sum + part_of_loss(loss, micro.share, self.world.device)
                     if micro.is_last:
                         self._start_sum(loss_sum)
                     loss_part = loss * micro.weight
-                    with self.waits.backward(loss_part):
+                    with self.waits.backward(loss_part, is_last=micro.is_last):
                         self.engine.backward(loss_part)
                 if micro.is_last:
                     break
@@ -348,14 +351,14 @@ class Loop:
                 return False
         return True
 
-    def _start_sum(self, loss_sum: torch.Tensor) -> None:
-        """Start the all-reduce of loss and flags; it overlaps the backward pass."""
+    def _start_sum(self, loss_sum: float | torch.Tensor) -> None:
+        """Start to sum loss and flags over the ranks; it overlaps the backward pass."""
         batch = self.sampler.epoch, self.sampler.offset
         num_samples = min(self.sampler.batch_size, self.sampler.num_samples - self.sampler.offset)
         self.sampler.advance()
         self.step += 1
         lr = float(self.engine.optimizer.param_groups[0]["lr"])
-        self._newest = Step(self.step, loss_sum.clone(), lr=lr, num_samples=num_samples, batch=batch)
+        self._newest = Step(self.step, loss_sum, lr=lr, num_samples=num_samples, batch=batch)
         self._sums.add(self._newest)
         syncs = self.local_sgd is None or self.local_sgd.syncs_after(self.step)
         if syncs or self._epoch_ends or self._evaluates:

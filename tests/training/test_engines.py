@@ -434,7 +434,7 @@ def counted(self, *, but=0, read=step_sums.StepSums.read):
     return read(self, but=but)
 step_sums.StepSums.read = counted
 import dataclasses
-def over_nccl(self, world, begin=step_sums.StepSums.__init__, **more):
+def over_nccl(self, world, _, begin=step_sums.StepSums.__init__, **more):
     begin(self, dataclasses.replace(world, backend="nccl"), **more)
 step_sums.StepSums.__init__ = over_nccl
 """
@@ -601,6 +601,45 @@ def test_a_fused_optimizer_goes_on_from_one_that_is_not_and_back(
     assert fused == {(epoch, epoch % 2 == 0) for epoch in range(1, len(ways) + 1)}
     found = losses(tmp_path / "all")
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=5e-4)
+
+
+SUMMING = """
+import torch.distributed as dist
+from nodekit.training.tasks.digits import Digits
+real = dist.all_reduce
+def counted(*args, **more):
+    with open(__file__ + ".sums", "a") as file:
+        file.write("x")
+    return real(*args, **more)
+dist.all_reduce = counted
+class Task(Digits):
+    def loss(self, model, batch):
+        assert set(dict(model.module.named_parameters())) == set(model.module.state_dict()), "kit's is not seen"
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--micro-batch", "16"],
+        ["--find-unused"],
+        ["--local-sgd", "2"],
+        ["--compress", "fp16"],
+    ],
+    ids=lambda how: how[0],
+)
+def test_ddp_sums_the_losses_with_its_gradients_on_cpus_where_it_can(
+    how: list[str], by_ddp: dict[int, float], tmp_path: Path
+) -> None:
+    train(tmp_path, *task(tmp_path, SUMMING), "--epochs", "1", *how)
+    sums, found = tmp_path / "own.py.sums", losses(tmp_path)
+    if how[0] == "--micro-batch":
+        assert not sums.exists()
+        assert found == pytest.approx({step: by_ddp[step] for step in range(1, 24)}, abs=CLOSE)
+    else:
+        assert len(sums.read_text()) >= 2 * 23 // 2
+        assert len(found) == 23
 
 
 def test_powersgd_sends_more_than_one_bucket(tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ class Engine(Protocol):
         """Wrap a forward pass, for ``--amp``."""
 
     def backward(self, loss: "torch.Tensor") -> None:
-        """Add a loss's gradients; the loss is weighted so that its mean over the ranks is the global batch's."""
+        """Add a loss's gradients; the loss is weighted so that its mean over the ranks is the global batch's.
+
+        An engine that can sum numbers over the ranks with a step's last backward pass has ``start_sum(numbers)``, which
+        the loop calls right before it. It returns what returns the sums after it.
+        """
 
     def average(self) -> None:
         """Average the step's gradients over the ranks, where the backward pass has not done so.

@@ -16,7 +16,7 @@ AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 def autocast(options: Options, device: torch.device) -> AbstractContextManager[Any]:
     """Compute in the type of ``--amp``, where that is torch's to see to."""
     dtype = AMP_DTYPES[options.amp]
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 class Engine:

@@ -1,5 +1,6 @@
 """The random number generators of one rank: python's, numpy's, torch's and the device's."""
 
+import hashlib
 import random
 from typing import Any
 
@@ -11,7 +12,8 @@ from nodekit.training.process.devices import kind_here, module_of
 
 def seed_all(seed: int, rank: int) -> None:
     """Seed this rank's generators, each rank's differently."""
-    own = _seed_others(seed, rank)
+    words = np.random.SeedSequence([seed, rank]).generate_state(2, np.uint64)
+    own = _seed_others(int(words[0]), int(words[1]))
     torch.default_generator.manual_seed(own)
     # Not torch.manual_seed, which where there is no GPU keeps the traceback of who has seeded it: 2 ms.
     if (kind := kind_here()) != "cpu":
@@ -21,21 +23,21 @@ def seed_all(seed: int, rank: int) -> None:
 def seed_step(seed: int, rank: int, step: int, device: torch.device) -> None:
     """Seed this rank's generators for a step: its numbers depend on nothing that came before.
 
-    So a rank that takes the place of a lost one draws what that one would have drawn. It takes 20 µs; torch.manual_seed
-    alone takes 160.
+    So a rank that takes the place of a lost one draws what that one would have drawn. It takes 10 µs, and 60 between
+    steps, which leave nothing of it in a CPU's caches; numpy's SeedSequence would take 80 more, torch.manual_seed 160.
     """
-    own = _seed_others(seed, rank, step)
+    words = hashlib.blake2b(b"%d %d %d" % (seed, rank, step), digest_size=16).digest()
+    own = _seed_others(int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little"))
     torch.default_generator.manual_seed(own)
     if device.type != "cpu":
         module_of(device.type).manual_seed(own)
 
 
-def _seed_others(*numbers: int) -> int:
-    """Seed python's and numpy's generators; returns the seed for torch's."""
-    words = np.random.SeedSequence(numbers).generate_state(2, np.uint64)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[0]) % 2**32)
-    return int(words[1]) % 2**63
+def _seed_others(own: int, for_torch: int) -> int:
+    """Seed python's and numpy's generators; returns the seed for torch's. Both numbers have 64 bits."""
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    return for_torch % 2**63
 
 
 def capture(device: torch.device) -> dict[str, Any]:

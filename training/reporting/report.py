@@ -26,8 +26,11 @@ log = logging.getLogger("nodekit.training")
 _LINE_EVERY_S = 5.0
 _PROGRESS_EVERY_S = 0.5
 _PROGRESS_BYTES = 80
-_POINT_EVERY_S = 0.05
-"""Quicker steps are not all drawn: a point costs 50 µs, TensorBoard shows 1,000, and metrics.jsonl has all."""
+_POINT_EVERY_S, _POINT_EVERY = 0.05, 1 / 250
+"""Quicker steps are not all drawn, and fewer the longer an attempt lasts: by this part of its time.
+
+A point costs 50 to 200 µs, TensorBoard shows 1,000, and metrics.jsonl has all.
+"""
 _SLOW_CURVES_EVERY_S = 0.5
 """For values that change slowly: learning rate and throughput."""
 
@@ -153,7 +156,8 @@ class Report:
                 self._last_slow_curves = now
                 values["samples_per_s"] = rate
             # By the time it ended: with local SGD, many steps are reported at once.
-            is_point = abs(ended - self._last_point) >= _POINT_EVERY_S or "samples_per_s" in values
+            point_every_s = max(_POINT_EVERY_S, (now - self._started) * _POINT_EVERY)
+            is_point = abs(ended - self._last_point) >= point_every_s or "samples_per_s" in values
             if is_point:
                 self._last_point = ended
             self._keep(values, is_drawn=is_point or step == self._total_steps)

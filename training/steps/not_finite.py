@@ -64,7 +64,7 @@ def check_loss(
     world: World,
     step: int,
     total: float,
-    own: torch.Tensor,
+    own: float | torch.Tensor,
     batches: tuple[Batch, Batch | None],
     *,
     weights_differ: bool = False,
