@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import json
 import os
 import signal
 import subprocess
@@ -22,24 +23,36 @@ LR = 1e-9
 """Nothing is learnt: a model that has learnt its samples by heart has denormal gradients, which cost a CPU more."""
 WINDOW_S, SETTLE_S = 1.5, 0.3
 GOAL = 0.995
+HEADER = ["step of the plain script", "kit to it: apart", "in kit's ranks", "pairs, turns", "goal"]
 CODE = Path(__file__).with_name("throughput_job.py")
 INVENTORY = f"""\
 name: throughput
 connection: local
 hosts:
-  node: {{gpus: 0}}
+  node: {{{{gpus: 0}}}}
 job:
   nproc_per_node: {RANKS}
-  env: {{OMP_NUM_THREADS: "1"}}
+  env:
+    OMP_NUM_THREADS: "1"
+    BENCH_BATCH_SIZE: "{{batch_size}}"
+    BENCH_LR: "{LR}"
+    BENCH_TURNS: "{{turns}}"
+    BENCH_TURN_STEPS: "{{turn_steps}}"
 """
+TURN_SAMPLES = 10_000
+"""A turn in the same processes takes about a second."""
 DESCRIPTION = f"""\
 What kit's training module costs while nothing fails: it keeps what its ranks need to go on without a lost one, sums the
 loss, writes metrics and curves, and is watched. The script does nothing of this: it is torch's tutorial, with a
 DataLoader, a DistributedSampler, DDP and AdamW.
 
-Both train the same model on the same samples with {RANKS} ranks on this machine, at the same time and in turns of
-{WINDOW_S:g} s: the other one is stopped (SIGSTOP) meanwhile, with all that belongs to it. Two processes that do the
-same differ by some percent, by where their memory lies: so both are started anew for each pair of rates.
+Both train the same model on the same samples with {RANKS} ranks on this machine, in turns of about a second:
+
+apart           The script runs under torchrun, at the same time; the other one is stopped (SIGSTOP) meanwhile, with all
+                that belongs to it. Two processes that do the same differ by some percent, by where their memory lies:
+                both are started anew for each pair of rates, and it takes many pairs to tell one percent.
+in kit's ranks  The script's steps are made by kit's ranks, in turns with the module's. Meanwhile all else of kit's is
+                stopped, so that what it takes of the cores counts for the module's steps alone.
 """
 EPILOG = f"""\
 examples:
@@ -108,26 +121,35 @@ def rate(done: Sequence[float], start: float, end: float) -> float:
 
 def measure(batch_size: int, num_pairs: int, seconds: float) -> list[str]:
     """A row of the table."""
-    ratios, steps_s = [], []
+    ratios, within, steps_s = [], list[float](), []
     for number in range(num_pairs):
         with tempfile.TemporaryDirectory(prefix="nodekit-throughput-") as name:
             folder = Path(name)
             argv = ["--task", f"{CODE.name}:Task", "--batch-size", str(batch_size), "--lr", str(LR)]
-            job = Job(folder, *argv, inventory=INVENTORY, files=[CODE])
+            turns = folder / "turns"
+            inventory = INVENTORY.format(
+                batch_size=batch_size, turns=turns, turn_steps=max(5, TURN_SAMPLES // batch_size)
+            )
+            job = Job(folder, *argv, inventory=inventory, files=[CODE])
             try:
                 plain = Plain(folder, batch_size)
                 try:
                     kit_rate, plain_rate = in_turns(job, plain, seconds)
                 finally:
                     plain.stop()
+                within += in_its_ranks(job, turns, seconds)
             finally:
                 job.stop()
         ratios.append(kit_rate / plain_rate)
         steps_s.append(1 / plain_rate)
-        note(f"batches of {batch_size}, pair {number + 1} of {num_pairs}: {ratios[-1]:.4f}")
-    low, high = interval(ratios)
-    step_ms = 1e3 * middle(steps_s)
-    return [f"{step_ms:.1f} ms", f"{middle(ratios):.4f} ({low:.4f}–{high:.4f})", str(num_pairs), f"{GOAL}"]
+        own = f"apart {ratios[-1]:.4f}, in kit's ranks so far {middle(within):.4f}"
+        note(f"batches of {batch_size}, pair {number + 1} of {num_pairs}: {own}")
+    shown = [
+        f"{middle(each):.4f} ({low:.4f}–{high:.4f})"
+        for each in (ratios, within)
+        for low, high in [interval(each)]
+    ]
+    return [f"{1e3 * middle(steps_s):.1f} ms", *shown, f"{num_pairs}, {len(within)}", f"{GOAL}"]
 
 
 def in_turns(job: Job, plain: Plain, seconds: float) -> tuple[float, float]:
@@ -152,6 +174,19 @@ def in_turns(job: Job, plain: Plain, seconds: float) -> tuple[float, float]:
     return rates[KIT], rates[PLAIN]
 
 
+def in_its_ranks(job: Job, turns: Path, seconds: float) -> list[float]:
+    """Of each turn, the script's time for so many steps as a share of the module's."""
+    beside, times = turns.with_suffix(".new"), turns.with_suffix(".times")
+    for pids in (job.all, []):  # in the end nobody is to be stopped any more
+        beside.write_text(json.dumps(pids))
+        beside.replace(turns)
+        time.sleep(seconds if pids else 2 * WINDOW_S)
+    found = [json.loads(line) for line in times.read_text().splitlines()] if times.exists() else []
+    if not found:
+        raise BenchError(f"no turn of the plain script's in kit's ranks within {seconds:.0f} s")
+    return [plain_s / kit_s for kit_s, plain_s in found]
+
+
 def main() -> int:
     """Measure, print a table."""
     parser = argparse.ArgumentParser(
@@ -171,9 +206,7 @@ def main() -> int:
     except BenchError as error:
         print(f"bench/throughput: {error}", file=sys.stderr)
         return 1
-    print(
-        f"{machine()}\n\n{table(['step of the plain script', 'kit to it, steps/s', 'pairs', 'goal'], rows)}"
-    )
+    print(f"{machine()}\n\n{table(HEADER, rows)}")
     return 0
 
 

@@ -1,17 +1,22 @@
 """What bench/throughput trains: as a task for kit's training module, and as the plainest DDP script."""
 
 import itertools
+import json
 import os
+import signal
 import struct
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from nodekit.training.tasks.digits import Digits, Pixels
 
 _NUM_SAMPLES = 1 << 22
+_WARM_STEPS = 20
 
 
 class _Endless(torch.utils.data.Dataset[Any]):
@@ -29,6 +34,8 @@ class _Endless(torch.utils.data.Dataset[Any]):
 
 class Task(Digits):
     """Digits without an end, with steps that are long enough to be compared."""
+
+    _turns: "_Turns | None" = None
 
     def model(self) -> nn.Module:
         """Two convolutions that see all pixels."""
@@ -48,32 +55,91 @@ class Task(Digits):
         """Four million."""
         return _Endless(super().train_data())
 
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The module calls this once in each step."""
+        if "BENCH_TURNS" in os.environ:
+            self._turns = self._turns or _Turns(self)
+            self._turns.step()
+        return super().loss(model, batch)
 
-def main() -> None:
-    """Train, as torch's own tutorial does, and write down when each step was done: eight bytes a step."""
-    from torch import distributed
+
+class _Turns:
+    """Makes steps of the plain script in kit's ranks, in turns with the module's own: their memory is the same.
+
+    Once the file ``$BENCH_TURNS`` is there, which has the processes that are to stand still during the plain ones.
+    ``.times`` beside it gets a line for each turn: the seconds of so many steps of the module, and of the script.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._file = Path(os.environ["BENCH_TURNS"])
+        self._num_steps = int(os.environ["BENCH_TURN_STEPS"])
+        self._task = task
+        self._plain: Callable[[], None] | None = None
+        self._count = 0
+        self._began_s: float | None = None
+
+    def step(self) -> None:
+        """One of the module's is about to begin its forward pass."""
+        self._count += 1
+        if self._count % self._num_steps:
+            return
+        ended_s, began_s = time.monotonic(), self._began_s
+        is_wanted = torch.tensor(float(self._file.exists()))
+        distributed.broadcast(is_wanted, src=0)
+        if not is_wanted:
+            return
+        is_first = distributed.get_rank() == 0
+        watchers = json.loads(self._file.read_text()) if is_first else []
+        _signal(watchers, signal.SIGSTOP)
+        if self._plain is None:
+            self._plain = plain_steps(self._task).__next__
+            for _ in range(_WARM_STEPS):
+                self._plain()
+        distributed.barrier()
+        plain_s = time.monotonic()
+        for _ in range(self._num_steps):
+            self._plain()
+        plain_s = time.monotonic() - plain_s
+        _signal(watchers, signal.SIGCONT)
+        if is_first and began_s is not None:
+            with self._file.with_suffix(".times").open("a") as file:
+                file.write(json.dumps([ended_s - began_s, plain_s]) + "\n")
+        self._began_s = time.monotonic()
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def plain_steps(task: Task) -> Iterator[None]:
+    """Train, as torch's own tutorial does: a step for each that is asked for."""
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler
 
-    distributed.init_process_group("gloo")
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
-    task = Task()
     model = DistributedDataParallel(task.model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=float(os.environ["BENCH_LR"]))
     data = task.train_data()
     sampler: DistributedSampler[Any] = DistributedSampler(data)
-    batch_size = int(os.environ["BENCH_BATCH_SIZE"]) // world_size
+    batch_size = int(os.environ["BENCH_BATCH_SIZE"]) // distributed.get_world_size()
     loader = DataLoader(data, batch_size=batch_size, sampler=sampler)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            optimizer.zero_grad()
+            Digits.loss(task, model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            yield
+
+
+def main() -> None:
+    """Train, and write down when each step was done: eight bytes a step."""
+    distributed.init_process_group("gloo")
     with open(os.environ["BENCH_STEPS"], "ab", buffering=0) as steps:  # noqa: PTH123
-        for epoch in itertools.count():
-            sampler.set_epoch(epoch)
-            for batch in loader:
-                optimizer.zero_grad()
-                task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                if rank == 0:
-                    steps.write(struct.pack("d", time.time()))
+        for _ in plain_steps(Task()):
+            if distributed.get_rank() == 0:
+                steps.write(struct.pack("d", time.time()))
 
 
 if __name__ == "__main__":

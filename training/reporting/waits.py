@@ -5,7 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,8 +50,7 @@ class Waits:
             self._loading_s += time.monotonic() - begin
             yield batch
 
-    @contextmanager
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> Iterator[None]:
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> AbstractContextManager[None]:
         """Around a backward pass: what engines wait for at its end, when all gradients of this rank are there.
 
         They wait in a step's last one.
@@ -59,9 +58,12 @@ class Waits:
         self._not_measured += is_last
         now = time.monotonic()
         if not is_last or now - self._measured < _MEASURE_EVERY_S:
-            yield
-            return
+            return nullcontext()
         num_steps, self._not_measured, self._measured = self._not_measured, 0, now
+        return self._backward(loss, num_steps)
+
+    @contextmanager
+    def _backward(self, loss: torch.Tensor, num_steps: int) -> Iterator[None]:
         ends: list[Any] = []
 
         def mark() -> None:
