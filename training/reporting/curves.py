@@ -7,6 +7,7 @@ metrics.jsonl, and points of steps that are done again are removed.
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ log = logging.getLogger("nodekit.training")
 
 MOST_DRAWN = 10_000
 """Lines of the history that are drawn again: each takes 50 µs or more, and TensorBoard shows 1,000 points."""
+_DRAW_EVERY_S = 1.0
+"""Points drawn together take 40 µs each, one by one between steps up to 150."""
 _FLUSH_EVERY_S = 5
 
 
@@ -49,14 +52,17 @@ class Curves:
         self._history = history
         self._history_bytes = history_bytes
         self._waiting: list[dict[str, Any]] = []
+        self._drawn_s = 0.0
         self._writer: SummaryWriter | None = None
         self._thread = threading.Thread(target=self._open, name="nodekit-curves", daemon=True)
         self._thread.start()
 
     def add(self, values: dict[str, Any]) -> None:
-        """Draw the points of a line of metrics.jsonl."""
+        """Draw the points of a line of metrics.jsonl, within a second."""
         self._waiting.append(values)
-        if not self._thread.is_alive():
+        now_s = time.monotonic()
+        if now_s - self._drawn_s >= _DRAW_EVERY_S and not self._thread.is_alive():
+            self._drawn_s = now_s
             self._draw()
 
     def settle(self) -> None:
