@@ -98,6 +98,25 @@ def test_of_quick_steps_some_are_drawn_and_of_slow_ones_all_however_late_they_ar
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 17
 
 
+def test_the_longer_a_training_lasts_the_fewer_of_quick_steps_are_drawn_but_two_a_second(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[float] = []
+    curves = SimpleNamespace(add=lambda values: drawn.append(values["time"]), close=lambda: None)
+    monkeypatch.setattr("nodekit.training.reporting.report.Curves", lambda *_, **__: curves)
+    with Report(World.from_env({}), tmp_path, step=0, total_steps=1 << 20, is_evaluated=True) as report:
+        for step in range(1, 100 * 200):
+            clock.now_s = 100.0 + step / 100
+            report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64, ended=step / 100)
+    in_ten_s = [sum(start <= each < start + 10 for each in drawn) for start in (0, 50, 100, 180)]
+    assert in_ten_s[0] >= 180
+    assert 40 <= in_ten_s[1] <= 60
+    assert 20 <= in_ten_s[2] <= 40
+    assert in_ten_s[3] == 20
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 100 * 200))
+
+
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_the_first_rank_of_a_node_tells_when_its_first_step_ended(tmp_path: Path, local_rank: int) -> None:
     """Which may be read later: on a GPU, a step is reported while the next one runs."""

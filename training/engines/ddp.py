@@ -1,7 +1,6 @@
 """A copy of the model on each rank; gradients are averaged while the backward pass still runs."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,11 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from nodekit.training.engines import single
+from nodekit.training.engines.gradient_sums import GradientSums
 from nodekit.training.engines.single import AMP_DTYPES
-
-_BESIDE = "nodekit_sums"
-_MOST_SUMS = 16
-"""How many numbers go with the gradients, beside two for each rank."""
 
 POWER_SGD_FROM = 10
 """The step from which gradients are sent as low-rank matrices: the first ones differ too much from later ones."""
@@ -24,33 +20,25 @@ class Engine(single.Engine):
     """DistributedDataParallel."""
 
     model: DistributedDataParallel
-    start_sum: Callable[[Sequence[float]], Callable[[], list[float]]] | None = None
-    """Sums numbers with the gradients of the backward pass that comes next, where that can be done.
-
-    On CPUs: there an all-reduce of their own takes 1 ms of a core; a GPU makes it beside its other work. Not where the
-    gradients are sent in fewer bits or not in each step, nor where DDP looks for what the forward pass has used.
-    """
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Wrap the module, which sends rank 0's weights to all ranks, unless they have them."""
         device, options = self.world.device, self.options
-        self._sums = None
+        # A GPU sums beside its other work. Not where gradients are sent in fewer bits or not in each step, nor where
+        # DDP looks for what the forward pass has used.
         is_plain = options.compress == "off" and not (options.find_unused or options.local_steps)
+        self._sums: GradientSums | None = None
         if is_plain and device.type == "cpu" and self.world.world_size > 1:
-            self._sums = _Sums(self.world.world_size)
+            self._sums = GradientSums(self.world.world_size)
             self.start_sum = self._sums.start
-            module.register_parameter(_BESIDE, self._sums.beside)
-        model = DistributedDataParallel(
-            module,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            find_unused_parameters=options.find_unused,
-            init_sync=not self.are_alike,
-        )
-        beside = []
-        if self._sums is not None:
-            delattr(module, _BESIDE)  # DDP has it by now, and nobody else is to see it
-            beside = [self._sums.beside]
-        set_up(model, options.compress, beside)
+        with nullcontext() if self._sums is None else self._sums.part_of(module):
+            model = DistributedDataParallel(
+                module,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                find_unused_parameters=options.find_unused,
+                init_sync=not self.are_alike,
+            )
+        set_up(model, options.compress, [] if self._sums is None else [self._sums.parameter])
         return model
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
@@ -60,34 +48,7 @@ class Engine(single.Engine):
         if self._sums is None:
             super().backward(loss)
         else:
-            self._sums.go_with(self.scaler.scale(loss))
-
-
-class _Sums:
-    """Sums over the ranks, which DDP makes as the gradient of one parameter more than the model has."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self.beside = torch.nn.Parameter(torch.zeros(_MOST_SUMS + 2 * world_size))
-        self._own: Sequence[float] = ()  # what goes with the next backward pass
-        self._means: list[torch.Tensor] = []
-
-    def start(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Have the next backward pass sum these; the returned function gives the sums after it, equal on every rank."""
-        self._own, self._means = numbers, []
-        return functools.partial(self._read, len(numbers), self._means)
-
-    def go_with(self, loss: torch.Tensor) -> None:
-        """Make the backward pass of a loss."""
-        values = torch.tensor([*self._own, *[0.0] * (len(self.beside) - len(self._own))])
-        torch.autograd.backward([loss, self.beside], [None, values])
-        assert self.beside.grad is not None
-        self._means.append(self.beside.grad)
-        self._own, self._means, self.beside.grad = (), [], None
-
-    def _read(self, num: int, means: list[torch.Tensor]) -> list[float]:
-        (found,) = means
-        return [each * self._world_size for each in found.tolist()[:num]]
+            self._sums.backward(self.scaler.scale(loss))
 
 
 def set_up(model: torch.nn.Module, compress: str, beside: Sequence[torch.nn.Parameter] = ()) -> None:
