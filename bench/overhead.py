@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rounds import BenchError, interval, machine, middle, note, table
+from rounds import BenchError, exit_on_signals, interval, machine, middle, note, table
 from steady_job import Job, cpu_s, stopped, threads_of
 
 from nodekit.deploy.agent.telemetry import notes
@@ -368,6 +368,7 @@ def main() -> int:
         parser.error("wanted a window of 0.5 to 2 s, and at least ten of them")
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("wanted two cores: one for the node, one for the supervisor")
+    exit_on_signals()
     where = machine()  # before this process is moved to one core
     try:
         with running() as job:

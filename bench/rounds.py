@@ -152,6 +152,12 @@ def _processes(lab: Lab, host: str) -> set[ProcessRecord]:
     return found
 
 
+def exit_on_signals() -> None:
+    """End by an exception where a signal asks for it, so that what was started is ended and removed."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, _: sys.exit(128 + number))
+
+
 @contextlib.contextmanager
 def bench(
     num_hosts: int, prepare: Callable[[Path], None] = lambda _: None, *, slurm: bool = False
@@ -164,8 +170,7 @@ def bench(
         slurm: with a Slurm cluster on them.
     """
     SHARED.mkdir(parents=True, exist_ok=True)
-    for each in (signal.SIGINT, signal.SIGTERM):  # so that it is removed then, too
-        signal.signal(each, lambda number, _: sys.exit(128 + number))
+    exit_on_signals()
     with (
         tempfile.TemporaryDirectory(prefix="nodekit-bench-") as folder,
         tempfile.TemporaryDirectory(prefix="run-", dir=SHARED) as shared,

@@ -54,6 +54,13 @@ class Job:
         (self._code / "one.yaml").write_text(inventory)
         for file in files:
             shutil.copy(file, self._code)
+        try:
+            self._start(folder, *argv)
+        except BaseException:  # Ctrl-C too
+            self._kit("down")
+            raise
+
+    def _start(self, folder: Path, *argv: str) -> None:
         self._kit("up", "-d", "one.yaml", "--", "-m", "nodekit.training", *EVEN, *argv)
         (self._record,) = (folder / "state/nodekit/runs").glob("*/run.json")
         run = json.loads(self._record.read_text())

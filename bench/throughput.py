@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rounds import BenchError, interval, machine, middle, note, table
+from rounds import BenchError, exit_on_signals, interval, machine, middle, note, table
 from steady_job import START_S, Job, descendants, signalled, stopped
 
 KIT, PLAIN = "kit up, training module", "torchrun, plain DDP"
@@ -201,6 +201,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.seconds < 6 * WINDOW_S or args.pairs < 3:
         parser.error(f"wanted at least {6 * WINDOW_S:g} seconds for each of at least 3 pairs")
+    exit_on_signals()
     try:
         rows = [measure(each, args.pairs, args.seconds) for each in args.batch_size or (256, 1024)]
     except BenchError as error:
