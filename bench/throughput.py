@@ -177,10 +177,14 @@ def in_turns(job: Job, plain: Plain, seconds: float) -> tuple[float, float]:
 def in_its_ranks(job: Job, turns: Path, seconds: float) -> list[float]:
     """Of each turn, the script's time for so many steps as a share of the module's."""
     beside, times = turns.with_suffix(".new"), turns.with_suffix(".times")
-    for pids in (job.all, []):  # in the end nobody is to be stopped any more
-        beside.write_text(json.dumps(pids))
+    try:
+        beside.write_text(json.dumps(job.all))
         beside.replace(turns)
-        time.sleep(seconds if pids else 2 * WINDOW_S)
+        time.sleep(seconds)
+    finally:
+        beside.write_text("[]")  # from now on nobody is to be stopped any more
+        beside.replace(turns)
+        time.sleep(2 * WINDOW_S)
     found = [json.loads(line) for line in times.read_text().splitlines()] if times.exists() else []
     if not found:
         raise BenchError(f"no turn of the plain script's in kit's ranks within {seconds:.0f} s")

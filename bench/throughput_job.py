@@ -1,5 +1,6 @@
 """What bench/throughput trains: as a task for kit's training module, and as the plainest DDP script."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -109,7 +110,8 @@ class _Turns:
 
 def _signal(pids: list[int], number: int) -> None:
     for pid in pids:
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def plain_steps(task: Task) -> Iterator[None]:

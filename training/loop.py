@@ -326,7 +326,7 @@ class Loop:
                     if micro.is_last:
                         self._start_sum(loss_sum)
                     loss_part = loss * micro.weight
-                    with self.waits.backward(loss_part, is_last=micro.is_last):
+                    with self.waits.backward(loss_part):
                         self.engine.backward(loss_part)
                 if micro.is_last:
                     break

@@ -66,17 +66,6 @@ def read(folder: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def points(lines: Sequence[dict[str, Any]]) -> list[int]:
-    """The steps of one attempt's metrics.jsonl that are points: those 50 ms after the one before, and the last."""
-    found, last = [], 0.0
-    steps = [each for each in lines if "loss" in each]
-    for each in steps:
-        if abs(each["time"] - last) >= 0.05 or "samples_per_s" in each or each is steps[-1]:
-            last = each["time"]
-            found.append(each["step"])
-    return found
-
-
 def raw_steps(folder: Path) -> list[int]:
     return [step for path in event_files.of(folder) for _, step in event_files.records(path) if step]
 
@@ -87,6 +76,32 @@ def test_points_that_came_before_tensorboard_are_drawn_too(tmp_path: Path) -> No
         curves.add(values(step, 1 / step))
     curves.close()
     assert read(tmp_path)["train/loss"] == {1: 1, 2: 1 / 2, 3: 1 / 3}
+
+
+def test_points_are_drawn_together_and_an_evaluation_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    own = SimpleNamespace(add_scalar=lambda *point, **_: drawn.append(point[2]), close=lambda: None)
+    curves = Curves(tmp_path, first_step=1)
+    curves.settle()
+    curves._writer = own  # type: ignore[assignment]
+    for step, every_s, expected in (
+        (1, 0.0, [1]),
+        (2, 3600.0, [1]),
+        (3, 3600.0, [1]),
+        (4, 0.0, [1, 2, 3, 4]),
+    ):
+        monkeypatch.setattr("nodekit.training.reporting.curves._DRAW_EVERY_S", every_s)
+        curves.add(values(step, 1.0))
+        assert drawn == expected
+    monkeypatch.setattr("nodekit.training.reporting.curves._DRAW_EVERY_S", 3600.0)
+    curves.add(values(5, 1.0))
+    curves.add(evaluation(5, 0.5))
+    assert drawn == [1, 2, 3, 4, 5, 5]
+    curves.add(values(6, 1.0))
+    curves.close()
+    assert drawn[-1] == 6
 
 
 def test_steps_that_are_done_again_replace_the_former_ones(tmp_path: Path) -> None:
@@ -229,8 +244,11 @@ def test_two_nodes_under_way_agree_on_the_history(tmp_path: Path) -> None:
     assert {each["attempt"] for each in lines[1]} == {"0.0", "1.0"}
     found = read(folders[1] / "tensorboard")
     before = [each["step"] for each in lines[1] if "loss" in each and each["attempt"] == "0.0"]
-    now = points([each for each in lines[1] if each["attempt"] == "1.0"])
-    assert found["train/loss"] == {step: losses[step] for step in (*before, *now)}
+    assert found["train/loss"] == {step: losses[step] for step in found["train/loss"]}
+    drawn = sorted(found["train/loss"])  # of quick steps not all are
+    assert drawn[: len(before)] == before
+    assert drawn[len(before)] == len(before) + 1
+    assert drawn[-1] == max(losses)
     assert sorted(losses) == list(range(1, max(losses) + 1))
     accuracy = {each["step"]: pytest.approx(each["test"]["accuracy"]) for each in lines[1] if "test" in each}
     assert found["test/accuracy"] == accuracy

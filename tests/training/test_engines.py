@@ -604,17 +604,24 @@ def test_a_fused_optimizer_goes_on_from_one_that_is_not_and_back(
 
 
 SUMMING = """
+import torch
 import torch.distributed as dist
 from nodekit.training.tasks.digits import Digits
 real = dist.all_reduce
-def counted(*args, **more):
-    with open(__file__ + ".sums", "a") as file:
-        file.write("x")
-    return real(*args, **more)
+def counted(values, *args, **more):
+    if values.dtype == torch.float64 and len(values) < 20:
+        with open(__file__ + ".sums", "a") as file:
+            file.write("x")
+    return real(values, *args, **more)
 dist.all_reduce = counted
+names = []
 class Task(Digits):
+    def model(self):
+        model = super().model()
+        names.extend(name for name, _ in model.named_modules())
+        return model
     def loss(self, model, batch):
-        assert set(dict(model.module.named_parameters())) == set(model.module.state_dict()), "kit's is not seen"
+        assert [name for name, _ in model.module.named_modules()] == names, "nobody sees what kit has added"
         return super().loss(model, batch)
 """
 
@@ -637,9 +644,70 @@ def test_ddp_sums_the_losses_with_its_gradients_on_cpus_where_it_can(
     if how[0] == "--micro-batch":
         assert not sums.exists()
         assert found == pytest.approx({step: by_ddp[step] for step in range(1, 24)}, abs=CLOSE)
-    else:
-        assert len(sums.read_text()) >= 2 * 23 // 2
-        assert len(found) == 23
+        return
+    assert len(sums.read_text()) >= 2 * (12 if how[0] == "--local-sgd" else 23)
+    assert len(found) == 23
+    if how[0] == "--find-unused":
+        assert found == pytest.approx({step: by_ddp[step] for step in range(1, 24)}, abs=CLOSE)
+
+
+COMPILED = """
+import torch
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    def model(self):
+        return {how}
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "torch.compile(super().model(), backend='eager')",
+        "torch.jit.script(super().model())",
+    ],
+    ids=["compile", "script"],
+)
+def test_ddp_takes_a_module_of_another_kind(how: str, by_ddp: dict[int, float], tmp_path: Path) -> None:
+    train(tmp_path, *task(tmp_path, COMPILED.format(how=how)), "--epochs", "1")
+    assert losses(tmp_path) == pytest.approx({step: by_ddp[step] for step in range(1, 24)}, abs=1e-5)
+
+
+NOT_AVERAGED = """
+from torch import nn
+from nodekit.training.tasks.digits import Digits
+class Model(nn.Module):
+    def __init__(self, used):
+        super().__init__()
+        self.used, self.unused = used, nn.Linear(2, 2)
+    def forward(self, images):
+        return self.used(images)
+class Task(Digits):
+    def model(self):
+        return Model(super().model())
+class Within(Digits):
+    def loss(self, model, batch):
+        return super().loss(model.module, batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "Task",
+            "unused.weight, unused.bias had no part in the loss of this step: leave such parameters out, or give",
+        ),
+        ("Within", "let the task's loss call the model that it is given, not model.module or a part of it"),
+    ],
+)
+def test_a_step_that_ddp_does_not_average_is_refused(name: str, says: str, tmp_path: Path) -> None:
+    own = task(tmp_path, NOT_AVERAGED)
+    said = train(
+        tmp_path, *(each.replace(":Task", f":{name}") for each in own), "--snapshot-every", "1", code=1
+    )
+    assert f"DistributedDataParallel has averaged no gradients over the ranks: {says}" in said
+    assert not losses(tmp_path)
 
 
 def test_powersgd_sends_more_than_one_bucket(tmp_path: Path) -> None:

@@ -131,7 +131,5 @@ def macro_f1(predicted: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch, however it is nested; loaders have made them on the CPU."""
-    if device.type == "cpu":
-        return batch
+    """Move the tensors of a batch, however it is nested."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

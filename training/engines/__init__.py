@@ -20,7 +20,11 @@ State = Mapping[str, Any]
 
 
 class Engine(Protocol):
-    """What the training loop needs of an engine."""
+    """What the training loop needs of an engine.
+
+    One that can sum numbers over the ranks with a step's last backward pass also has ``start_sum(numbers)``: the loop
+    calls it right before that pass, and what it returns gives the sums after it.
+    """
 
     model: "torch.nn.Module"
     """The module that the task's loss calls."""
@@ -36,11 +40,7 @@ class Engine(Protocol):
         """Wrap a forward pass, for ``--amp``."""
 
     def backward(self, loss: "torch.Tensor") -> None:
-        """Add a loss's gradients; the loss is weighted so that its mean over the ranks is the global batch's.
-
-        An engine that can sum numbers over the ranks with a step's last backward pass has ``start_sum(numbers)``, which
-        the loop calls right before it. It returns what returns the sums after it.
-        """
+        """Add a loss's gradients; the loss is weighted so that its mean over the ranks is the global batch's."""
 
     def average(self) -> None:
         """Average the step's gradients over the ranks, where the backward pass has not done so.

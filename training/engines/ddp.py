@@ -24,14 +24,15 @@ class Engine(single.Engine):
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Wrap the module, which sends rank 0's weights to all ranks, unless they have them."""
         device, options = self.world.device, self.options
-        # A GPU sums beside its other work. Not where gradients are sent in fewer bits or not in each step, nor where
-        # DDP looks for what the forward pass has used.
-        is_plain = options.compress == "off" and not (options.find_unused or options.local_steps)
         self._sums: GradientSums | None = None
-        if is_plain and device.type == "cpu" and self.world.world_size > 1:
-            self._sums = GradientSums(self.world.world_size)
+        # On CPUs alone, since a GPU makes a sum beside its other work; and only where the gradients of each step are
+        # sent as they are, and DDP does not look for what the forward pass has used.
+        is_plain = options.compress == "off" and not (options.find_unused or options.local_steps)
+        takes_more = not isinstance(module, torch.jit.ScriptModule)
+        if is_plain and takes_more and device.type == "cpu" and self.world.world_size > 1:
+            self._sums = GradientSums(module, self.world.rank, self.world.world_size)
             self.start_sum = self._sums.start
-        with nullcontext() if self._sums is None else self._sums.part_of(module):
+        with nullcontext() if self._sums is None else self._sums.found_in_module():
             model = DistributedDataParallel(
                 module,
                 device_ids=[device.index] if device.type == "cuda" else None,
@@ -54,7 +55,7 @@ class Engine(single.Engine):
 def set_up(model: torch.nn.Module, compress: str, beside: Sequence[torch.nn.Parameter] = ()) -> None:
     """Lay out a DistributedDataParallel's buckets and set its ``--compress``; any other module sends no gradients.
 
-    ``beside`` has parameters of it that are none of the module's.
+    ``beside`` has what it takes for parameters and the module does not have.
     """
     if not isinstance(model, DistributedDataParallel):
         return

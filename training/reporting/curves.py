@@ -58,10 +58,11 @@ class Curves:
         self._thread.start()
 
     def add(self, values: dict[str, Any]) -> None:
-        """Draw the points of a line of metrics.jsonl, within a second."""
+        """Draw the points of a line of metrics.jsonl: an evaluation's at once, a step's with the next ones."""
         self._waiting.append(values)
         now_s = time.monotonic()
-        if now_s - self._drawn_s >= _DRAW_EVERY_S and not self._thread.is_alive():
+        is_time = now_s - self._drawn_s >= _DRAW_EVERY_S or "test" in values
+        if is_time and not self._thread.is_alive():
             self._drawn_s = now_s
             self._draw()
 

@@ -156,7 +156,9 @@ class Report:
                 self._last_slow_curves = now
                 values["samples_per_s"] = rate
             # By the time it ended: with local SGD, many steps are reported at once.
-            point_every_s = max(_POINT_EVERY_S, (now - self._started) * _POINT_EVERY)
+            point_every_s = max(
+                _POINT_EVERY_S, min(_SLOW_CURVES_EVERY_S, (now - self._started) * _POINT_EVERY)
+            )
             is_point = abs(ended - self._last_point) >= point_every_s or "samples_per_s" in values
             if is_point:
                 self._last_point = ended

@@ -5,7 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +16,6 @@ from nodekit.training.process.devices import module_of
 T = TypeVar("T")
 
 _TELL_EVERY_S = 1.0
-_MEASURE_EVERY_S = 0.1
-"""Of quicker steps not each is measured, which takes some 80 µs: one stands for those before it, too."""
 _BYTES = 160
 
 
@@ -33,11 +31,10 @@ class Waits:
         self._is_on_gpu = device.type != "cpu"
         self._device_module: Any = module_of(device.type)
         self._file = progress_file.with_name(f".waits{rank}") if progress_file else None
-        self._events: deque[tuple[Any, Any, int]] = deque()
+        self._events: deque[tuple[Any, Any]] = deque()
         self._began: float | None = None
         self._told = 0.0
         self._steps, self._waited_s, self._loading_s = 0, 0.0, 0.0
-        self._measured, self._not_measured = 0.0, 0
 
     def loading(self, source: Iterator[T]) -> Iterator[T]:
         """The same, with the time that each takes to come added up."""
@@ -50,20 +47,9 @@ class Waits:
             self._loading_s += time.monotonic() - begin
             yield batch
 
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around a backward pass: what engines wait for at its end, when all gradients of this rank are there.
-
-        They wait in a step's last one.
-        """
-        self._not_measured += is_last
-        now = time.monotonic()
-        if not is_last or now - self._measured < _MEASURE_EVERY_S:
-            return nullcontext()
-        num_steps, self._not_measured, self._measured = self._not_measured, 0, now
-        return self._backward(loss, num_steps)
-
     @contextmanager
-    def _backward(self, loss: torch.Tensor, num_steps: int) -> Iterator[None]:
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """Around a backward pass: what engines wait for at its end, when all gradients of this rank are there."""
         ends: list[Any] = []
 
         def mark() -> None:
@@ -81,9 +67,9 @@ class Waits:
         if not ends:
             return
         if self._is_on_gpu:
-            self._events.append((ends[0], self._now(), num_steps))
+            self._events.append((ends[0], self._now()))
         else:
-            self._waited_s += num_steps * (self._now() - ends[0])
+            self._waited_s += self._now() - ends[0]
 
     def _now(self) -> Any:
         if not self._is_on_gpu:
@@ -103,12 +89,11 @@ class Waits:
     def step(self) -> None:
         """A step is done; it is told if it is time to."""
         while self._events and self._events[0][1].query():
-            begin, end, num_steps = self._events.popleft()
-            self._waited_s += num_steps * begin.elapsed_time(end) / 1000
+            begin, end = self._events.popleft()
+            self._waited_s += begin.elapsed_time(end) / 1000
         now = time.monotonic()
         if self._began is None:  # the first step has all that is slow only once
             self._began, self._steps, self._waited_s, self._loading_s = now, 0, 0.0, 0.0
-            self._not_measured = 0
             return
         self._steps += 1
         if self._file is None or now - self._told < _TELL_EVERY_S:

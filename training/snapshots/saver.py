@@ -1,4 +1,4 @@
-"""When snapshots are taken: the ranks agree on it in the all-reduce of each step."""
+"""When snapshots are taken: the ranks agree on it by the sums of each step."""
 
 import logging
 import math

@@ -13,8 +13,8 @@ from nodekit.training.group.collectives import numbers_on, start_sum
 from nodekit.training.process.devices import sum_dtype
 from nodekit.training.world import World
 
-Started = Callable[[], list[float]]
-"""Waits for sums that are on their way; returns them."""
+Sums = Callable[[], list[float]]
+"""Waits for sums that are on their way, and returns them."""
 
 LATE_ON = {"cuda"}
 """Devices where the sums of a step may be read after the next step has been launched."""
@@ -50,7 +50,7 @@ def part_of_loss(loss: torch.Tensor, share: float, device: torch.device) -> floa
 class _Started:
     """Sums that are on their way."""
 
-    def __init__(self, steps: list[Step], sums_of: Started) -> None:
+    def __init__(self, steps: list[Step], sums_of: Sums) -> None:
         self.steps, self.sums_of = steps, sums_of
         self._sums: list[float] | None = None
 
@@ -69,7 +69,7 @@ class StepSums:
     def __init__(
         self,
         world: World,
-        start: Callable[[Sequence[float]], Started] | None = None,
+        start: Callable[[Sequence[float]], Sums] | None = None,
         *,
         may_be_late: bool,
         is_guarded: bool = False,
@@ -110,7 +110,7 @@ class StepSums:
         self._started.append(_Started(self._added, sums_of))
         self._added = []
 
-    def _start(self, losses: Sequence[float | torch.Tensor], numbers: Sequence[float]) -> Started:
+    def _start(self, losses: Sequence[float | torch.Tensor], numbers: Sequence[float]) -> Sums:
         if self._by_engine is not None:
             return self._by_engine([*map(float, losses), *numbers])
         device = self._world.device
