@@ -1,5 +1,6 @@
 """The sums of a step are on their way while the GPU works, and all ranks read the same ones at the same step."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from nodekit.training import World
+from nodekit.training.engines.gradient_sums import GradientSums
+from nodekit.training.errors import TrainingError
 from nodekit.training.group import collectives, nccl
 from nodekit.training.steps import step_sums
 from nodekit.training.steps.step_sums import Step, StepSums
@@ -202,3 +205,27 @@ def test_a_broadcast_is_of_what_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_world_of_one_sums_at_once() -> None:
     with World.from_env({}) as world:
         assert world.start_sum(torch.tensor([2.0, 3.0]))() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2), (3, 9)])
+def test_numbers_that_go_with_gradients_are_not_taken_for_sums_where_nobody_has_averaged(
+    rank: int, num_ranks: int
+) -> None:
+    module = torch.nn.Linear(2, 1)
+    sums = GradientSums(module, rank, num_ranks)
+    sums.backward(module(torch.ones(2)).sum())  # nothing goes with this one
+    read = sums.start([2.0, math.inf, 257.0])
+    sums.backward(module(torch.ones(2)).sum())
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+    if num_ranks == 1:
+        assert read() == [2.0, math.inf, 257.0]
+        return
+    with pytest.raises(
+        TrainingError, match=r"has averaged no gradients over the ranks: let the task's loss call the"
+    ):
+        read()
+    module.bias.grad = None
+    with pytest.raises(
+        TrainingError, match=r"bias had no part in the loss of this step: .* or give --find-unused"
+    ):
+        read()

@@ -44,7 +44,7 @@ class GradientSums:
         That raises `TrainingError`, on all ranks, if DDP has averaged nothing.
         """
         self._own, self._means = [float(self._rank == 0), *numbers], []
-        return functools.partial(self._read, self._means)
+        return functools.partial(self._read, len(numbers), self._means)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Make the backward pass of a loss."""
@@ -55,14 +55,14 @@ class GradientSums:
         self._means.append(self.parameter.grad)
         self._own, self._means, self.parameter.grad = (), [], None
 
-    def _read(self, means: list[torch.Tensor]) -> list[float]:
+    def _read(self, num: int, means: list[torch.Tensor]) -> list[float]:
         (found,) = means
         num_first, *sums = [each * self._world_size for each in found.tolist()]
         if round(num_first) != 1:  # each rank has its own numbers, in place of the ranks' mean
             raise TrainingError(
                 f"DistributedDataParallel has averaged no gradients over the ranks: {self._why()}"
             )
-        return sums
+        return sums[:num]
 
     def _why(self) -> str:
         unused = [
