@@ -30,7 +30,6 @@ from free_ports import free_port
 from kit_runs import RUN_ID
 from packages import make_wheel
 from slurm_runs import STARTED, STEPS, TRAIN, Site, Story
-from test_curves import points
 
 from nodekit.deploy.connect.channel import on_all
 from nodekit.deploy.records import find_runs, record_files
@@ -162,11 +161,12 @@ def test_a_job_is_told_of_brought_here_shown_and_removed(site: Site, tmp_path: P
     def whole() -> Any:
         """The curve, once TensorBoard has read all of it: it shows what it has read so far."""
         found = _answer(asked)
-        return found if found and len(found) >= len(points(lines)) else None
+        return found if found and found[-1][1] == STEPS else None
 
     curve = until(whole, timeout_s=60, what=f"a whole curve at {url}")
-    assert [step for _, step, _ in curve] == points(lines)
-    assert (curve[0][1], curve[-1][1]) == (1, STEPS)
+    steps = [step for _, step, _ in curve]  # of quick ones not all are drawn
+    assert steps[0] == 1
+    assert steps == sorted({*steps} & {line["step"] for line in lines if "loss" in line})
     board.send_signal(signal.SIGINT)
     assert board.wait(60) == 0, log.read_text()
 
