@@ -57,7 +57,8 @@ class Job:
         try:
             self._start(folder, *argv)
         except BaseException:  # Ctrl-C too
-            self._kit("down")
+            with contextlib.suppress(BenchError):  # of a run that has not begun
+                self._kit("down")
             raise
 
     def _start(self, folder: Path, *argv: str) -> None:

@@ -29,6 +29,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The lines whose points are drawn."""
+    lines: list[dict[str, Any]] = []
+    curves = SimpleNamespace(add=lines.append, close=lambda: None)
+    monkeypatch.setattr("nodekit.training.reporting.report.Curves", lambda *_, **__: curves)
+    return lines
+
+
 def train(clock: Clock, steps_s: "list[float | str]", folder: Path, *others: tuple[Any, Any]) -> Report:
     """Steps of 64 samples that take so long, and pauses of an hour."""
     world: Any = SimpleNamespace(
@@ -83,32 +92,26 @@ def test_throughput_is_rank_0s_and_memory_that_of_who_needed_most(clock: Clock, 
 
 
 def test_of_quick_steps_some_are_drawn_and_of_slow_ones_all_however_late_they_are_told(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, tmp_path: Path, drawn: list[dict[str, Any]]
 ) -> None:
-    drawn: list[int] = []
-    curves = SimpleNamespace(add=lambda values: drawn.append(values["step"]), close=lambda: None)
-    monkeypatch.setattr("nodekit.training.reporting.report.Curves", lambda *_, **__: curves)
     ends = [*(each / 50 for each in range(1, 11)), *(float(each) for each in range(1, 6)), 5.01, 5.02]
     with Report(World.from_env({}), tmp_path, step=0, total_steps=17, is_evaluated=True) as report:
         for step, ended in enumerate(ends, start=1):
             if step <= 10:  # what comes then is told at once
                 clock.now_s = 100.0 + ended
             report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64, ended=ended)
-    assert drawn == [1, 4, 7, 10, *range(11, 16), 17]
+    assert [each["step"] for each in drawn] == [1, 4, 7, 10, *range(11, 16), 17]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 17
 
 
 def test_the_longer_a_training_lasts_the_fewer_of_quick_steps_are_drawn_but_two_a_second(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, tmp_path: Path, drawn: list[dict[str, Any]]
 ) -> None:
-    drawn: list[float] = []
-    curves = SimpleNamespace(add=lambda values: drawn.append(values["time"]), close=lambda: None)
-    monkeypatch.setattr("nodekit.training.reporting.report.Curves", lambda *_, **__: curves)
     with Report(World.from_env({}), tmp_path, step=0, total_steps=1 << 20, is_evaluated=True) as report:
         for step in range(1, 100 * 200):
             clock.now_s = 100.0 + step / 100
             report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64, ended=step / 100)
-    in_ten_s = [sum(start <= each < start + 10 for each in drawn) for start in (0, 50, 100, 180)]
+    in_ten_s = [sum(start <= each["time"] < start + 10 for each in drawn) for start in (0, 50, 100, 180)]
     assert in_ten_s[0] >= 180
     assert 40 <= in_ten_s[1] <= 60
     assert 20 <= in_ten_s[2] <= 40
@@ -133,10 +136,8 @@ def test_the_first_rank_of_a_node_tells_when_its_first_step_ended(tmp_path: Path
     assert json.loads(told.read_text()) == {"kind": "first-step", "step": 1, "total_steps": 9, "time": 101.0}
 
 
+@pytest.mark.usefixtures("drawn")
 def test_what_is_said_is_in_the_log_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "nodekit.training.reporting.report.Curves", lambda *_, **__: SimpleNamespace(close=lambda: None)
-    )
     path = tmp_path / "log"
     report = Report(World.from_env({}), tmp_path, step=0, total_steps=1, is_evaluated=True)
     with path.open("w") as log, report:

@@ -1,6 +1,5 @@
 """A copy of the model on each rank; gradients are averaged while the backward pass still runs."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,7 +38,7 @@ class Engine(single.Engine):
                 find_unused_parameters=options.find_unused,
                 init_sync=not self.are_alike,
             )
-        set_up(model, options.compress, [] if self._sums is None else [self._sums.parameter])
+            set_up(model, options.compress)
         return model
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
@@ -52,14 +51,11 @@ class Engine(single.Engine):
             self._sums.backward(self.scaler.scale(loss))
 
 
-def set_up(model: torch.nn.Module, compress: str, beside: Sequence[torch.nn.Parameter] = ()) -> None:
-    """Lay out a DistributedDataParallel's buckets and set its ``--compress``; any other module sends no gradients.
-
-    ``beside`` has what it takes for parameters and the module does not have.
-    """
+def set_up(model: torch.nn.Module, compress: str) -> None:
+    """Lay out a DistributedDataParallel's buckets and set its ``--compress``; any other module sends no gradients."""
     if not isinstance(model, DistributedDataParallel):
         return
-    _lay_out_buckets(model, beside)
+    lay_out_buckets(model)
     if compress == "off":
         return
     if compress == "powersgd":
@@ -109,17 +105,12 @@ def lay_out_buckets(model: DistributedDataParallel) -> None:
     DDP does so once, after its first backward pass. Otherwise the first step after a resume would use another layout
     than the same step of an uninterrupted run, and the sums over three ranks would be rounded differently.
     """
-    _lay_out_buckets(model, ())
-
-
-def _lay_out_buckets(model: DistributedDataParallel, beside: Sequence[torch.nn.Parameter]) -> None:
     module, own = model.module, vars(model.module).get("forward")  # Accelerate's, around the class's
-    parameters = [*(each for each in module.parameters() if each.requires_grad), *beside]
+    parameters = [each for each in module.parameters() if each.requires_grad]
     # With an argument: on a GPU, DDP looks for the first one that it has moved there.
     module.forward = lambda _: sum(each.float().sum() * 0 for each in parameters)
     model(torch.zeros(())).backward()
     del module.forward
     if own is not None:
         module.forward = own
-    for each in (*model.parameters(), *beside):
-        each.grad = None
+    model.zero_grad()

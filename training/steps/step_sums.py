@@ -115,7 +115,7 @@ class StepSums:
             return self._by_engine([*map(float, losses), *numbers])
         device = self._world.device
         if device.type == "cpu":
-            values = torch.tensor([*losses, *numbers], dtype=sum_dtype(device))
+            values = numbers_on(device, [*map(float, losses), *numbers])
         else:
             values = torch.cat([torch.stack(cast(list[torch.Tensor], losses)), numbers_on(device, numbers)])
         return start_sum(values, self._world.world_size)
