@@ -120,6 +120,16 @@ def test_the_longer_a_training_lasts_the_fewer_of_quick_steps_are_drawn_but_two_
     assert [line["step"] for line in lines] == list(range(1, 100 * 200))
 
 
+def test_slow_steps_are_all_drawn_however_long_a_training_lasts_and_however_late_they_are_told(
+    clock: Clock, tmp_path: Path, drawn: list[dict[str, Any]]
+) -> None:
+    with Report(World.from_env({}), tmp_path, step=0, total_steps=99, is_evaluated=True) as report:
+        clock.now_s += 8000
+        for step in range(1, 21):  # at once, as with local SGD
+            report.step(step, epoch=1, loss=1.0, lr=0.1, num_samples=64, ended=float(step))
+    assert [each["step"] for each in drawn] == list(range(1, 21))
+
+
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_the_first_rank_of_a_node_tells_when_its_first_step_ended(tmp_path: Path, local_rank: int) -> None:
     """Which may be read later: on a GPU, a step is reported while the next one runs."""

@@ -229,3 +229,16 @@ def test_numbers_that_go_with_gradients_are_not_taken_for_sums_where_nobody_has_
         TrainingError, match=r"bias had no part in the loss of this step: .* or give --find-unused"
     ):
         read()
+
+
+def test_numbers_that_go_with_gradients_are_exact_whatever_type_a_task_makes_the_default() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = torch.nn.Linear(2, 1)
+        sums = GradientSums(module, 0, 1)
+        read = sums.start([257.0])
+        sums.backward(module(torch.ones(2)).sum())
+        assert read() == [257.0]
+    finally:
+        torch.set_default_dtype(before)
