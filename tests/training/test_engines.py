@@ -665,8 +665,9 @@ class Task(Digits):
     [
         "torch.compile(super().model(), backend='eager')",
         "torch.jit.script(super().model())",
+        "torch.jit.trace(super().model(), torch.zeros(2, 1, 8, 8))",
     ],
-    ids=["compile", "script"],
+    ids=["compile", "script", "trace"],
 )
 def test_ddp_takes_a_module_of_another_kind(how: str, by_ddp: dict[int, float], tmp_path: Path) -> None:
     train(tmp_path, *task(tmp_path, COMPILED.format(how=how)), "--epochs", "1")

@@ -105,12 +105,23 @@ def lay_out_buckets(model: DistributedDataParallel) -> None:
     DDP does so once, after its first backward pass. Otherwise the first step after a resume would use another layout
     than the same step of an uninterrupted run, and the sums over three ranks would be rounded differently.
     """
-    module, own = model.module, vars(model.module).get("forward")  # Accelerate's, around the class's
-    parameters = [each for each in module.parameters() if each.requires_grad]
-    # With an argument: on a GPU, DDP looks for the first one that it has moved there.
-    module.forward = lambda _: sum(each.float().sum() * 0 for each in parameters)
-    model(torch.zeros(())).backward()
-    del module.forward
-    if own is not None:
-        module.forward = own
+    module = model.module
+    model.module = _Zeros(module)
+    try:
+        model(torch.zeros(())).backward()
+    finally:
+        model.module = module
     model.zero_grad()
+
+
+class _Zeros(torch.nn.Module):
+    """In place of a model: a sum that has gradients of zeros for all its parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._trained = [each for each in model.parameters() if each.requires_grad]
+        self.named_buffers = model.named_buffers  # type: ignore[method-assign]  # DDP sends those before each pass
+
+    def forward(self, _: torch.Tensor) -> Any:
+        """On a GPU, DDP looks for the first argument that it has moved there: hence one."""
+        return sum(each.float().sum() * 0 for each in self._trained)
