@@ -74,7 +74,7 @@ class SshBackend:
                         print(f"{run.run_id} trained to the end while nobody watched; {again}", flush=True)
                         return 0
                 attached = client is not None
-                is_led = client is not None and _is_led(client.run)
+                is_led = client is not None and locks.is_supervised(client.run)
                 if options.metrics is not None and not is_led:  # else that one may serve them there
                     metrics_port.check(options.metrics)
                 shown: dict[str, dict[str, int]] = {}
@@ -121,7 +121,7 @@ class SshBackend:
             print(f"{run.run_id} is starting; kit watch shows it when it runs")
             return 0
         with cluster.channels(inventory.hosts, ssh, some=True) as channels:
-            is_led = _is_led(run)
+            is_led = locks.is_supervised(run)
             if not is_led and not _is_alive(run, channels):
                 show_last(run, run, events.read(run.folder))
                 print(f"{run.run_id} has ended while nobody watched; {resume_command(run)} goes on with it")
@@ -166,7 +166,13 @@ class SshBackend:
         with cluster.channels(restore(run.inventory).hosts, ssh, some=True) as channels:
             found = _statuses(run, channels)
         is_starting = locks.is_starting(run)
-        alive = any(status["alive"] for status in found.values())
+        is_watched = is_starting or locks.is_supervised(run)
+        state = run.as_recorded().state  # by now
+        if state not in runs.ENDED and not is_watched:
+            if _end_of(run, found) == "succeeded":
+                state = "trained to the end while nobody watched"
+            elif not any(status["alive"] for status in found.values()):
+                state = "ended while nobody watched; kit up goes on"
         heard: dict[str, NodeStatus] = {}
         drained: dict[str, str] = {}
         said: list[str] = []
@@ -197,8 +203,6 @@ class SshBackend:
             if name in last:
                 when = time.strftime("%m-%d %H:%M:%S", time.localtime(last[name]["time"]))
                 lines[name] += f"; last heard of {when}: {status_line(last[name], now=last[name]['time'])}"
-        is_known = run.state in runs.ENDED or alive or is_starting
-        state = run.state if is_known else "ended while nobody watched; kit up goes on"
         return Status(state=state, lines=said, nodes=lines, data={"state": state, "status": data})
 
     def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:
@@ -219,7 +223,7 @@ class SshBackend:
         with cluster.channels(inventory.hosts, options.ssh, some=True) as channels:
             client = NodeClient(run, inventory, channels)
             # Before it stops anything: what has not ended by then is stopped by this.
-            ended = None if _is_led(run) else _end_of(run, _statuses(run, channels))
+            ended = None if locks.is_supervised(run) else _end_of(run, _statuses(run, channels))
             results = client.stop_all(force=options.force)
             _gather_unwatched(client)
             was_running = any(
@@ -298,13 +302,6 @@ def _view(run: Run, rules: Rules, *, plain: bool) -> View:
     return launch_watch.full_screen(run, rules, leaves=leaves, interrupts=leaves)
 
 
-def _is_led(run: Run) -> bool:
-    lock = SupervisorLock(run)
-    is_free = lock.acquire()
-    lock.release()
-    return not is_free
-
-
 def _tell_who_leads(run: Run, options: Options) -> None:
     serves = ", and serves metrics as it was told when it was started" if options.metrics else ""
     print(f"process {SupervisorLock(run).owner()} supervises it already{serves}")
@@ -318,8 +315,9 @@ def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> NodeClie
     """The client of a run on record as running; None when none of its agents is alive any more."""
     inventory = restore(run.inventory)
     channels = stack.enter_context(cluster.channels(inventory.hosts, options.ssh, some=True))
-    if _is_led(run) or _is_alive(run, channels):
-        print(f"attached to {run.run_id}, which is running; Ctrl-C stops it", flush=True)
+    if locks.is_supervised(run) or _is_alive(run, channels):
+        if not options.detach:
+            print(f"attached to {run.run_id}, which is running; Ctrl-C stops it", flush=True)
         return NodeClient(run, inventory, channels)
     _settle(run, channels)
     return None

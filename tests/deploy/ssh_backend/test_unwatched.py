@@ -11,6 +11,7 @@ import pytest
 from fake_nodes import NAMES, FakeChannel, Nodes
 
 from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.launch.options import Options, StopOptions
 from nodekit.deploy.records.find_runs import find
 from nodekit.deploy.records.locks import SupervisorLock
@@ -75,6 +76,26 @@ def test_kit_up_records_how_it_ended_and_does_not_train_it_again(
     assert (find("lab-1").state, find("lab-1").verdict) == (outcome, "ended while nobody watched")
     said = "lab-1 trained to the end while nobody watched; kit up "
     assert (said in capsys.readouterr().out) == (outcome == "succeeded")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "state"),
+    [
+        (CASES[0][0], "trained to the end while nobody watched"),
+        (CASES[-1][0], "ended while nobody watched; kit up goes on"),
+        ({}, "ended while nobody watched; kit up goes on"),
+        ({"a": {**KILLED, "alive": True}}, "running"),
+    ],
+)
+def test_kit_status_says_whether_there_is_more_to_do(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, statuses: dict[str, Any], state: str
+) -> None:
+    end(nodes, monkeypatch, statuses)
+    assert SshBackend().status(nodes.run, SshOptions()).state == state
+    lock = SupervisorLock(nodes.run)
+    assert lock.acquire()  # who supervises it is about to say how it has ended
+    assert SshBackend().status(nodes.run, SshOptions()).state == "running"
+    lock.release()
 
 
 @pytest.mark.parametrize(

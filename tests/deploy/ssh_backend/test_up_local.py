@@ -182,6 +182,7 @@ def test_detached_again_it_is_left_to_the_supervisor_that_it_has(local: Kit, own
     again = local.run(*up)
     assert again.returncode == 0, again.stderr
     assert f"process {first} supervises it already, and serves metrics as" in again.stdout
+    assert "Ctrl-C" not in again.stdout  # which stops nothing here
     assert supervisors() == [first]
     os.kill(first, signal.SIGKILL)
     until(lambda: not locks.is_supervised(run), what="its end")
