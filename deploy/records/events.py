@@ -146,7 +146,7 @@ class Follower:
         """What is new since the last call; what two supervisors have gathered is there once."""
         try:
             check_regular(str(self._path))
-            if self._path.stat().st_size == self._offset:  # a supervisor asks ten times a second
+            if self._path.stat().st_size == self._offset:  # a supervisor asks several times a second
                 return []
             with self._path.open("rb") as file:
                 file.seek(self._offset)

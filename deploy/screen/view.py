@@ -58,6 +58,8 @@ class Doing:
 class View:
     """Prints lines; in a terminal the nodes' status stays below them."""
 
+    tick_s = 0.25  # each time takes a core half a millisecond: it has other things in its caches by then
+
     def __init__(self, nodes: list[str], *, logs: bool = True, repeats: bool = True) -> None:
         """Without a terminal, a node's status is printed when its state changes, and again now and then (`repeats`)."""
         self._nodes = nodes
@@ -166,6 +168,8 @@ class View:
 
 class FullScreen(View):
     """Draws all of it over and over (deploy/screen/screen.py), and takes the user's keys."""
+
+    tick_s = 0.1
 
     def __init__(self, watched: ViewModel, doing: Doing) -> None:
         """Nothing is drawn before the `with` block.

@@ -13,7 +13,7 @@ class Observer(Protocol):
     """Is told of a run while it goes on; whatever it raises does not hurt the run."""
 
     def see(self, statuses: Mapping[str, NodeStatus]) -> None:
-        """Each reachable node's status, as its agent wrote it; ten times a second at most."""
+        """Each reachable node's status, as its agent wrote it; when it is new, and now and then."""
 
     def event(self, event: Event) -> None:
         """One event of the run (docs/events.md), in the order in which they come in."""
@@ -24,6 +24,9 @@ class Observer(Protocol):
 
 class View(Protocol):
     """What shows a run to the user while it goes on."""
+
+    tick_s: float
+    """How often it wants to be told, and asked for keys, where nothing happens."""
 
     def say(self, text: str, *, is_event: bool = False) -> None:
         """One line; `is_event`: it is told as an event, too."""

@@ -51,7 +51,6 @@ from nodekit.inventory.errors import HostError, KitError, NotWritten
 
 _LOG = logging.getLogger(__name__)
 
-TICK_S = 0.1
 RETRY_S = 1.0
 UNREACHABLE_AFTER_S = 3.0  # a node says something every second; this long without a word, it is unreachable
 MAX_UNGATHERED = 2000
@@ -135,7 +134,7 @@ class Supervisor:
             threading.Thread(target=self._follow, args=(name,), name=f"follow-{name}", daemon=True).start()
         while True:
             with contextlib.suppress(queue.Empty):
-                self._take(*self._queue.get(timeout=TICK_S))
+                self._take(*self._queue.get(timeout=self._view.tick_s))
                 while True:
                     self._take(*self._queue.get_nowait())
             self._view.status(self._lines)
@@ -293,7 +292,7 @@ class Supervisor:
         self._queue.put((name, "plan", (node, clock_offset_s, written)))
         while not self._closing.is_set():
             with contextlib.suppress(NotYet):
-                return written.result(timeout=TICK_S)
+                return written.result(timeout=LOOK_AGAIN_S)
         raise KitError("the run is being ended")
 
     def _write_plan(self, name: str, node: NodePlan, clock_offset_s: float, written: Future[None]) -> None:
