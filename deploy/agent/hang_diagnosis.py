@@ -47,6 +47,10 @@ class HangDiagnosis:
         """Of a hang: how long some rank, of any node, had given signs of life since the attempt began."""
         self.is_stepless = False
         """Of a hang: whether no rank, of any node, had told of progress in this attempt."""
+        self.behind: tuple[int, ...] = ()
+        """Of a hang: the ranks that the others wait for, and that do not answer; none where there are no others."""
+        self.may_stay = False
+        """Of a hang: whether ranks that do answer may go on with what they have."""
         self._look_at = 0.0
         self._watch.begin()
 
@@ -72,6 +76,10 @@ class HangDiagnosis:
             self._share("hang", logs=self._logs)
             blamed, own = self._explain("hang", pause)
             self._record.event("hang", text=text, line=blamed.line, stack=own)
+            has_others = len(blamed.ranks) < self._formed.world_size
+            self.behind = blamed.ranks if has_others else ()
+            # Where it has hung at once, something is wrong with what they have, or with these processes.
+            self.may_stay = has_others and not self.is_stepless
         except RuntimeError as error:  # the store is lost
             if suspicion is None:
                 return False

@@ -102,8 +102,13 @@ class RoundWatch:
                 self._straggler_watch.look()
             if hangs:
                 self._leave_if_broken(self._record.gpus.recent())
-                self._end(0, "a hang", ended_by=A_HANG, active_s=self._hang_diagnosis.active_s)
-                reason = self.budget.hung() if self._hang_diagnosis.is_stepless else None
+                found = self._hang_diagnosis
+                tell: Kind | None = None
+                if found.may_stay:
+                    attempts.kill(found.behind)
+                    tell = "lost"
+                self._end(0, "a hang", tell, ended_by=A_HANG, active_s=found.active_s)
+                reason = self.budget.hung() if found.is_stepless else None
                 if reason is not None:
                     self.failed_as = reason
                     return "failed"

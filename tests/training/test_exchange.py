@@ -44,6 +44,14 @@ def counted(*arguments):
     passes.append(getattr(getattr(arguments[-1], "__self__", None), "__class__", None).__name__)
     broadcast(*arguments)
 exchange._broadcast = counted
+class Damaged(exchange.TensorBytes):
+    left = 0
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.is_damaged, Damaged.left = Damaged.left > 0, Damaged.left - 1
+    def write(self, data):
+        super().write(memoryview(bytearray(b"?" * len(data))) if self.is_damaged else data)
+exchange.TensorBytes = Damaged
 logging.basicConfig()
 with World.from_env() as world:
     for scenario in sorted(Path(sys.argv[1]).iterdir()):
@@ -62,6 +70,8 @@ with World.from_env() as world:
             age = tuple(map(int, age))
             state = {"step": age[1], "weights": torch.full((2000,), world.rank), "data": [{"epoch": world.rank}]}
             here = replace(here, kept=Kept(state, age, lambda: False, attempt))
+        if world.rank == 3 and (scenario / "arrives damaged").exists():
+            Damaged.left = int((scenario / "arrives damaged").read_text())
         try:
             found = exchange.newest_of_all(snapshots, here, writes=said["writes"], is_mapped=True)
             said["weights"] = found and float(found.state["weights"][-1])
@@ -96,6 +106,8 @@ def outcome(
         "kept of two attempts": {0: (1, 5, "a"), 1: (1, 5, "a"), 2: (1, 5, "b"), 3: (1, 5, "b")},
         "kept, and a snapshot is newer": {1: (0, 5, "a"), 2: (0, 5, "a")},
         "kept, and a folder cannot be read": {3: (0, 5, "a")},
+        "kept, and damaged on the way": {0: (1, 5, "a"), 2: (1, 5, "a")},
+        "kept, and damaged again": {0: (1, 5, "a"), 2: (1, 5, "a")},
     }
     for name, ranks in kept.items():
         (folder / name / "node0").mkdir(parents=True)
@@ -103,6 +115,8 @@ def outcome(
         for rank, made in ranks.items():
             (folder / name / f"rank {rank} keeps").write_text(" ".join(map(str, made)))
     (folder / "kept, and a folder cannot be read" / "node1 cannot be read").touch()
+    (folder / "kept, and damaged on the way" / "arrives damaged").write_text("1")
+    (folder / "kept, and damaged again" / "arrives damaged").write_text("2")
     for node in ("node0", "node1"):
         hold(folder / "two attempts" / node / "snapshots", 6, attempt=node)
     for name in ("one cannot be read", "none can be read", "was there", "a newer kit's"):
@@ -241,6 +255,7 @@ def test_what_is_known_or_feared_to_be_there_is_not_left_behind_on_any_rank(
         ("kept of two attempts", 5, [0.0, 1.0, 0.0, 0.0], "what rank 0 has kept in memory"),
         ("kept by all", 5, [0.0, 1.0, 2.0, 3.0], "what rank 0 has kept in memory"),
         ("kept, and a folder cannot be read", 5, [3.0] * 4, "what rank 3 has kept in memory"),
+        ("kept, and damaged on the way", 5, [0.0, 0.0, 2.0, 0.0], "what rank 0 has kept in memory"),
         ("kept, and a snapshot is newer", 6, None, "g0000-s000000006"),
     ],
 )
@@ -257,3 +272,13 @@ def test_the_newest_is_taken_of_what_ranks_have_kept_and_of_the_snapshots(
         same = [{"epoch": int(re.findall(r"rank (\d)", source)[0])}]
         assert [rank["data"] for rank in ranks] == [same] * 4, "what is no tensor is the same on all ranks"
         assert [rank["reads"] for rank in ranks] == [[]] * 4
+
+
+def test_who_gets_what_was_kept_damaged_twice_ends_and_the_others_have_it(outcome: Outcome) -> None:
+    """They never go back to a snapshot for it: another process will take its place."""
+    _, said, output = outcome
+    *others, last = said["kept, and damaged again"]
+    assert [(rank["step"], rank["weights"]) for rank in others] == [(5, 0.0), (5, 0.0), (5, 2.0)]
+    told = "what rank 0 has sent from its memory arrived damaged (16000 bytes, SHA-256)"
+    assert last["refused"] == f"TrainingError: {told}, twice: see to this host's memory and network"
+    assert [each.count(f"{told}: it is sent once more") for each in output] == [0, 0, 0, 2]

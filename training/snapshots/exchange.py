@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from nodekit.training.errors import TrainingError
 from nodekit.training.process.kept import Kept, Made
 from nodekit.training.snapshots.files.commit import NOT_FOUND, retried
 from nodekit.training.snapshots.files.fence import Fence, Fenced
@@ -87,8 +88,8 @@ def newest_of_all(
     snapshots.attempt = said[0].attempt
     made = [each.made for each in said]
     source = source_of_all(made, [each.on_disk for each in said])
-    if source is not None and (loaded := _from_memory(world, kept, made, source)):
-        return loaded
+    if source is not None:
+        return _from_memory(world, kept, made, source)
     writes = world.is_first_on_node if writes is None else writes
     is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
     return _from_disks(
@@ -149,8 +150,8 @@ def _from_disks(
         lost[manifest.payload] = f"{manifest.name}: {why}"
 
 
-def _from_memory(world: World, kept: Kept | None, made: Sequence[Made | None], source: int) -> Loaded | None:
-    """What rank ``source`` has kept, on every rank; None on every rank if one has not received it."""
+def _from_memory(world: World, kept: Kept | None, made: Sequence[Made | None], source: int) -> Loaded:
+    """What rank ``source`` has kept, on every rank."""
     newest = made[source]
     assert newest is not None
     manifest = Manifest(
@@ -164,17 +165,36 @@ def _from_memory(world: World, kept: Kept | None, made: Sequence[Made | None], s
     state = kept.state if kept and kept.made == newest else None
     rest = _rest_of(world, state, source)
     if set(made) != {newest}:
-        places = places_in(rest)
-        received = [place.empty() for place in places] if state is None else []
+        received = _tensors_from(world, state, rest, source)
+        state = with_tensors(rest, received) if state is None else state
+    return _alike(Loaded(state, manifest, f"what rank {source} has kept in memory"), rest, source)
+
+
+def _tensors_from(world: World, state: Any, rest: Any, source: int) -> list[torch.Tensor]:
+    """Rank ``source``'s tensors, on each rank that has no state; what has arrived damaged is sent once more.
+
+    Raises:
+        TrainingError: on a rank where it has arrived damaged twice; the others go on, and find this one lost.
+    """
+    places = places_in(rest)
+    received = [place.empty() for place in places] if state is None else []
+    for number in range(2):
         data = TensorBytes(tensors_of(state) if world.rank == source else received)
         size_bytes = sum(place.size_bytes for place in places)
         write = data.write if state is None else None
-        _send(world, size_bytes, source, lambda part, _: data.read(part), write)
+        _send(world, size_bytes, source, lambda part, _, data=data: data.read(part), write)  # type: ignore[misc]
         hashes = world.gather(data.sha256 if world.rank == source or state is None else None)
-        if set(hashes) - {None, hashes[source]}:
-            return None
-        state = with_tensors(rest, received) if state is None else state
-    return _alike(Loaded(state, manifest, f"what rank {source} has kept in memory"), rest, source)
+        damaged = [rank for rank, each in enumerate(hashes) if each not in (None, hashes[source])]
+        if not damaged:
+            break
+        if world.rank in damaged:
+            text = (
+                f"what rank {source} has sent from its memory arrived damaged ({size_bytes} bytes, SHA-256)"
+            )
+            if number:
+                raise TrainingError(f"{text}, twice: see to this host's memory and network")
+            log.warning("%s: it is sent once more", text)
+    return received
 
 
 def _rest_of(world: World, state: Any, source: int) -> Any:

@@ -387,6 +387,13 @@ class Attempts:
             if rank in told and (not stages or told[rank].says(stages))
         }
 
+    def kill(self, ranks: Collection[int]) -> None:
+        """Kill those of these ranks that are this node's: nobody is to wait for an answer of theirs."""
+        for rank, pid in self.pids.items():
+            if rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
     def end(self, grace_s: float, why: str, *, tell: Kind | None = None) -> None:
         """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).
 

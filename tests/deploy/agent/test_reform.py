@@ -212,6 +212,148 @@ def test_the_others_stay_and_no_step_is_lost(
     assert run.result("n0")["resumed_at_step"] >= 20
 
 
+HANGS = """
+class Task(Task):
+    def loss(self, model, batch):
+        if self.batches == 25 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            open("hangs", "w").close()
+            time.sleep(3600)
+        return super().loss(model, batch)
+"""
+
+
+@again_if_left_waiting
+def test_the_others_of_a_rank_that_hangs_stay(agents: Agents, unbroken: tuple[dict[int, float], str]) -> None:
+    """It is ended at once: it would keep its step, and never come to the next collective."""
+    run = Run(agents, job=JOB + HANGS, hang=10.0)
+    until((agents.folder / "code/hangs").exists, what="step 25", timeout_s=PATIENCE_S)
+    before = run.pids()
+    until(lambda: len(run.events("n1", "workers-started")) == 2, what="another one", timeout_s=PATIENCE_S)
+    losses = run.end()
+    assert (losses, run.result("n0")["weights_sha256"]) == unbroken
+    assert run.result("n0")["resumed_at_step"] == 25
+    ended, started = run.events("n1", "hang")[0]["time"], run.events("n1", "workers-started")[1]["time"]
+    assert started - ended < 25.0, "nobody waits for what it keeps, for which there would be 30 s"
+    for name in run.names:
+        second = run.events(name, "workers-started")[1]
+        assert ([each["pid"] for each in second["workers"]] == before[name]) == (name != "n1")
+        assert bool(second["stayed"]) == (name != "n1")
+
+
+WITHIN_AN_ACCUMULATION = """
+import functools
+from nodekit.training.engines import single
+single.torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=64.0, growth_interval=7)
+class Task(Task):
+    def loss(self, model, batch):
+        is_second = self.batches == 2 * 25 + 1
+        if is_second and os.environ["RANK"] == "1" and os.path.exists("kill"):
+            os.unlink("kill")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+"""
+
+
+@again_if_left_waiting
+def test_no_step_is_lost_within_an_accumulation_in_fp16_with_two_ranks_per_node(
+    agents: Agents, tmp_path: Path
+) -> None:
+    """What the second of two micro-batches has added to the gradients is gone, and the scale is as it was."""
+    more = ("--micro-batch", "8", "--amp", "fp16", "--clip", "1.0")
+    two: dict[str, Any] = {"num_nodes": 2, "nproc_per_node": 2, "job": JOB + WITHIN_AN_ACCUMULATION}
+    apart = Agents(tmp_path / "apart")
+    try:
+        unbroken = Run(apart, *more, **two)
+        wanted = unbroken.end(), unbroken.result("n0")["weights_sha256"]
+    finally:
+        apart.close()
+    (agents.folder / "code/kill").touch()
+    run = Run(agents, *more, **two)
+    assert (run.end(), run.result("n0")["weights_sha256"]) == wanted
+    assert run.result("n0")["resumed_at_step"] == 25
+    assert [run.events(name, "workers-started")[1]["stayed"] for name in run.names] == [[0], [2, 3]]
+
+
+BEHIND = """
+from nodekit.training.snapshots.emergency import LastWholeStep
+update_begins = LastWholeStep.update_begins
+def begins(self):
+    if os.environ["RANK"] == "0" and self.newest == 29 and not os.path.exists("behind"):
+        open("behind", "w").close()
+        time.sleep(0.5)
+        raise RuntimeError("gloo: as if the sum had arrived at all ranks but this one")
+    update_begins(self)
+LastWholeStep.update_begins = begins
+"""
+
+
+@again_if_left_waiting
+def test_who_is_a_step_behind_takes_the_state_of_the_others(
+    agents: Agents, unbroken: tuple[dict[int, float], str]
+) -> None:
+    run = Run(agents, job=JOB + BEHIND)
+    losses = run.end()
+    assert (agents.folder / "code/behind").exists()
+    assert (losses, run.result("n0")["weights_sha256"]) == unbroken
+    assert run.result("n0")["resumed_at_step"] == 30
+    assert run.result("n0")["resumed_from"] == "what rank 1 has kept in memory"
+    for name in run.names:
+        assert run.events(name, "workers-started")[1]["stayed"]
+        lines = [json.loads(line) for line in (run.output(name) / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
+
+
+@again_if_left_waiting
+def test_who_waits_for_a_node_saves_its_step_too(
+    agents: Agents, unbroken: tuple[dict[int, float], str]
+) -> None:
+    """Its own host may be lost meanwhile. It goes on with what is in its memory all the same."""
+    run = Run(agents)
+    run.wait_step(20)
+    before = run.pids()
+    os.kill(agent_of(before["n2"][0]), signal.SIGKILL)
+
+    def saved() -> list[str]:
+        return [
+            each.name for name in ("n0", "n1") for each in agents.node_dir(name).glob("snapshots/g*.json")
+        ]
+
+    until(lambda: len(saved()) == 2, what="both have saved", timeout_s=PATIENCE_S)
+    run.join("n2", 2)
+    losses = run.end()
+    assert (losses, run.result("n0")["weights_sha256"]) == unbroken
+    assert "in memory" in run.result("n0")["resumed_from"]
+    for name in ("n0", "n1"):
+        assert run.pids_of_all_attempts(name) == {*before[name]}
+
+
+IN_TWO_ATTEMPTS_AT_MOST = """
+from nodekit.training.attempts import reform
+reform.MOST_ATTEMPTS = 1
+"""
+
+
+@again_if_left_waiting
+def test_who_has_taken_part_in_too_many_attempts_saves_its_step_and_is_started_again(
+    agents: Agents, unbroken: tuple[dict[int, float], str]
+) -> None:
+    run = Run(agents, job=JOB + IN_TWO_ATTEMPTS_AT_MOST)
+    for number, step in enumerate((10, 20)):
+        run.wait_step(step)
+        os.kill(run.pids()["n1"][0], signal.SIGKILL)
+        until(
+            lambda number=number: len(run.events("n0", "workers-started")) == number + 2,  # type: ignore[misc]
+            what="another attempt",
+            timeout_s=PATIENCE_S,
+        )
+    losses = run.end()
+    assert (losses, run.result("n0")["weights_sha256"]) == unbroken
+    for name in ("n0", "n2"):
+        assert [len(each["stayed"]) for each in run.events(name, "workers-started")] == [0, 1, 0]
+    assert "in memory" not in run.result("n0")["resumed_from"]
+    assert run.result("n0")["resumed_at_step"] >= 20, "the steps since the last snapshot are not done again"
+
+
 DIES_ONCE = """
     def __new__(cls, *args):
         if "NODEKIT_STANDBY" in os.environ and not os.path.exists("died"):

@@ -177,6 +177,8 @@ def test_numbers_of_a_full_gpu_are_told() -> None:
         ("usage: x.py [-h]\nx.py: error: unrecognized arguments: --y", 2, "wrong-usage", False),
         ("[--a A]\n" * 40 + "x.py: error: the following arguments are required: --y", 2, "wrong-usage", False),
         ("Usage: x.py [OPTIONS]\n\nError: No such option: --y", 2, "wrong-usage", False),
+        ("python -m nodekit.training: --amp fp16 without a GPU: take bf16", 2, "wrong-usage", False),
+        ("python -m nodekit.training: the loss of step 5 is nan", 1, "", True),
         ("a.c:1:1: error: argument\nmake: *** [all] Error 1", 2, "", True),
         ("run.sh: line 3: syntax error near unexpected token", 2, "", True),
         ("Traceback (most recent call last):\n  File \"a.py\", line 1, in f\nError: usage: x", 2, "", True),
