@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nodekit.deploy.output.phases import count
+
 ROUNDING = 1e-3
 """Tolerance between two curves, relative to the curve's mean: sums over another number of ranks round differently,
 those of most GPU kernels each time, and the difference grows with the steps."""
@@ -329,6 +331,8 @@ def verdict(results: Sequence[Result]) -> str:
     """Return the last line of the report."""
     survived = sum(result.outcome == "survived" for result in results)
     parts = [f"{survived} of {len(results)} faults survived"]
+    if lost := [result.steps_lost for result in results if result.where and result.steps_lost is not None]:
+        parts[0] += f", {count(sum(lost), 'step')} lost"
     for outcome in ("not survived", "not tried"):
         if names := [result.fault for result in results if result.outcome == outcome]:
             parts.append(f"{outcome}: {', '.join(names)}")

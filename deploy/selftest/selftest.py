@@ -203,10 +203,12 @@ class SelfTest:
         found: list[events.Event] = []
         with contextlib.suppress(KitError):
             found = events.read(find_runs.find(result["run"]).folder) if result["run"] else []
-        phases = {}
+        phases, stayed = {}, None
         if result["struck_at"] is not None:
             phases = selftest_report.phases(found, result["struck_at"], result["resumed_s"])
-        self._add(selftest_report.of_drill(name, result, phases, done.seconds))
+            if ENGINES[engine].reforms and result["world_sizes"][:1] > [1]:
+                stayed = selftest_report.stayed(found, result["struck_at"])
+        self._add(selftest_report.of_drill(name, result, phases, done.seconds, stayed=stayed))
         return str(result["run"])
 
     def _memory(self, runs_of: Mapping[str, str]) -> None:

@@ -6,10 +6,11 @@ import ipaddress
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from nodekit.deploy.output.phases import count
 from nodekit.deploy.output.redact import Redactor
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.gpus import Gpu
@@ -56,10 +57,18 @@ def why_unmeasured(network: Mapping[str, Any]) -> str:
     return "; ".join(network.get("notes", ()))
 
 
-def of_drill(name: str, result: Mapping[str, Any], phases: Mapping[str, float], seconds: float) -> Part:
+def of_drill(
+    name: str,
+    result: Mapping[str, Any],
+    phases: Mapping[str, float],
+    seconds: float,
+    *,
+    stayed: Collection[int] | None = None,
+) -> Part:
     """Judge a fault by its result in `kit drill --json`: survived, with the unbroken run's losses.
 
-    Bit for bit with as many ranks, unlike `kit drill`: the self-test's task is deterministic on GPUs, too.
+    Bit for bit with as many ranks, unlike `kit drill`: the self-test's task is deterministic on GPUs, too. `stayed` has
+    the ranks that kept their processes, where others than the one that was struck are to; no step may be lost then.
     """
     curve, problem = result["curve"], str(result["problem"])
     if not problem and curve["sameness"] == "unknown":
@@ -72,6 +81,13 @@ def of_drill(name: str, result: Mapping[str, Any], phases: Mapping[str, float], 
         problem = (
             f"the losses are the unbroken run's to rounding alone ({curve['text']}): wanted them bit for bit"
         )
+    if not problem and stayed is not None and result["steps_lost"]:
+        problem = f"{count(result['steps_lost'], 'step')} done again: wanted none, with this engine"
+    if not problem and stayed is not None and not stayed:
+        problem = (
+            "all ranks were started again: wanted the others to keep their processes, "
+            "as they do with torch 2.6 or newer"
+        )
     found = [f"{phase} {value:.1f} s" for phase, value in phases.items()]
     text = "the losses after the resume are the unbroken run's" + (
         ", bit for bit" if curve["sameness"] == "equal" else f" to rounding ({curve['text']})"
@@ -80,6 +96,8 @@ def of_drill(name: str, result: Mapping[str, Any], phases: Mapping[str, float], 
         text += f"; trained again after {result['resumed_s']:.1f} s" + (
             f": {', '.join(found)}" if found else ""
         )
+    if stayed:
+        text += f"; {count(len(stayed), 'other rank')} kept {'its' if len(stayed) == 1 else 'their'} step"
     names = ("detected_s", "detected_by", "resumed_s", "steps_lost", "world_sizes", "curve")
     return Part(
         name=name,
@@ -88,6 +106,12 @@ def of_drill(name: str, result: Mapping[str, Any], phases: Mapping[str, float], 
         seconds=seconds,
         values={**{key: result[key] for key in names}, "phases": phases},
     )
+
+
+def stayed(events: Sequence[Event], struck_at: float) -> set[int]:
+    """Return the ranks that kept their processes in the attempts after a fault, by the run's events."""
+    started = [each for each in events if each.kind == "workers-started" and each.time > struck_at]
+    return {rank for each in started for rank in each.get("stayed", ())}
 
 
 def phases(events: Sequence[Event], struck_at: float, resumed_s: float | None) -> dict[str, float]:

@@ -221,7 +221,7 @@ def test_the_table_has_one_line_per_fault_also_in_a_narrow_terminal(width: int) 
 
 
 def test_the_verdict_names_what_was_not_survived(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    said = "2 of 4 faults survived; not survived: hang; not tried: mid-save"
+    said = "2 of 4 faults survived, 15 steps lost; not survived: hang; not tried: mid-save"
     assert verdict(RESULTS) == said
     conclude(RESULTS, tmp_path, as_json=False)
     out = capsys.readouterr().out
@@ -445,7 +445,7 @@ def test_a_job_that_forgets_is_found_out_and_one_that_does_not_survives(project:
     (project.folder.parent / "whole").unlink()
     done = project.run("drill", "mine.yaml", "worker", "--", "job.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 of 1 faults survived" in done.stdout
+    assert re.search(r"1 of 1 faults survived, \d+ steps? lost", done.stdout), done.stdout
     assert "survived; the curve equals the unbroken run's" in done.stdout
     # The inventory's own runs are left alone: the drill's are of another inventory and under another name.
     listed = json.loads(project.run("runs", "--json").stdout)

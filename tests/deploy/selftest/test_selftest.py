@@ -103,6 +103,33 @@ def test_a_fault_has_passed_when_the_curve_is_the_unbroken_runs(
     assert says in part.text
 
 
+@pytest.mark.parametrize(
+    ("steps_lost", "stayed", "outcome", "says"),
+    [
+        (0, {0, 2}, "passed", "; 2 other ranks kept their step"),
+        (7, {0, 2}, "failed", "7 steps done again: wanted none"),
+        (0, set(), "failed", "all ranks were started again: wanted the others to keep their processes"),
+    ],
+)
+def test_where_ranks_keep_their_step_a_fault_has_passed_if_they_do(
+    steps_lost: int, stayed: set[int], outcome: str, says: str
+) -> None:
+    part = selftest_report.of_drill(
+        "engine ddp", {**drilled(), "steps_lost": steps_lost}, {}, 30.0, stayed=stayed
+    )
+    assert part.outcome == outcome
+    assert says in part.text
+
+
+def test_who_stayed_is_told_by_the_attempts_after_the_fault() -> None:
+    events = [
+        Event(1.0, "a", "workers-started", {"stayed": [9]}),
+        Event(3.0, "a", "workers-started", {"stayed": [0, 2]}),
+        Event(3.0, "b", "attempt-ended", {"stayed": [8]}),
+    ]
+    assert selftest_report.stayed(events, 2.0) == {0, 2}
+
+
 def told(rank: int, attempt: int, free_mib: int) -> str:
     values = {"rank": rank, "attempt": attempt, "free_bytes": free_mib << 20, "total_bytes": 80 << 30}
     return MEMORY_MARK + json.dumps(values)

@@ -688,6 +688,7 @@ def test_a_hang_is_named_and_ended(story: Callable[..., Story], unbroken: dict[i
     log = run.end()
     assert re.search(r"rank 1 on node2 .*stopped", log), log
     run.trained_as(unbroken, same_world=True)
+    assert "has kept in memory" in log, log
 
 
 def test_a_command_that_cannot_start_is_not_started_over_and_over(kit: Kit) -> None:
