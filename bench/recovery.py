@@ -42,6 +42,7 @@ Line = Mapping[str, Any]
 
 NUM_HOSTS = 3
 KIT = "kit up"
+MODULE = f"{KIT}, module"
 VICTIM = "node2"
 START_TIMEOUT_S = 60.0
 TRAIN_S = 2.0  # before each fault: long enough for some snapshots
@@ -49,6 +50,7 @@ WHOLE_AGAIN_S = 3.0
 STEADY_STEPS = 10  # a world that makes fewer has not recovered
 GOAL_PAUSE_S = 3.0
 GOAL_LOST = 25  # recovery_job's interval
+KEPT_GOAL_PAUSE_S = 0.09  # of which a step is 0.03, and the transfer 0.01
 DESCRIPTION = """\
 How long it takes from a fault to the next trained step, on three hosts of a lab on this machine (network namespaces
 with real sshd), one worker each: the same DDP script (20 ms a step, a snapshot every 25 steps on each node's own
@@ -76,7 +78,8 @@ examples:
   bench/recovery --only kit --faults cut --rounds 1 --timeline
   bench/recovery --storm 1000                  half an hour: what so many lost ranks cost and leave behind
 
-It needs root (for the lab). Exit status: 0 unless kit did not recover; a goal that is missed is no error.
+It needs root (for the lab). Exit status: 0 unless kit did not recover; a goal that is missed is no error. That of
+--storm is 1, too, where a step was lost, the weights at the end differ, or something grew by a tenth.
 """
 
 
@@ -89,6 +92,8 @@ class Fault:
     happen: Callable[[Session], float]
     """Makes it happen; when it did."""
     is_return: bool = False
+    kept_goal_s: float | None = None
+    """Where ranks keep their step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,16 +222,23 @@ def _return(session: Session) -> float:
 
 
 FAULTS = {
-    "worker": Fault("a worker killed", 3.0, _kill_worker),
+    "worker": Fault("a worker killed", 3.0, _kill_worker, kept_goal_s=0.15),
     "nccl": Fault("a worker killed, the others in NCCL", 1.0, _kill_worker_in_nccl),
-    "crash": Fault("a node crashes", 4.0, lambda session: _crash(session, VICTIM)),
+    "crash": Fault("a node crashes", 4.0, lambda session: _crash(session, VICTIM), kept_goal_s=0.3),
     "return": Fault("the node is back", 8.0, _return, is_return=True),
-    "cut": Fault("a node's cable is cut", 6.0, lambda session: _cut(session, VICTIM)),
+    # It is to be noticed within 2.5 s.
+    "cut": Fault("a node's cable is cut", 6.0, lambda session: _cut(session, VICTIM), kept_goal_s=2.6),
     "host-crash": Fault(
-        "the rendezvous host crashes", 8.0, lambda session: _crash(session, session.rendezvous_host)
+        "the rendezvous host crashes",
+        8.0,
+        lambda session: _crash(session, session.rendezvous_host),
+        kept_goal_s=0.5,
     ),
     "host-cut": Fault(
-        "the rendezvous host's cable is cut", 10.0, lambda session: _cut(session, session.rendezvous_host)
+        "the rendezvous host's cable is cut",
+        10.0,
+        lambda session: _cut(session, session.rendezvous_host),
+        kept_goal_s=3.0,
     ),
 }
 
@@ -440,27 +452,33 @@ def phases_table(by_fault: Mapping[str, Sequence[Trial]]) -> str:
     return table(["over at, seconds after", *(FAULTS[key].title for key in by_fault)], rows)
 
 
-def goals(by_fault: Mapping[str, Sequence[Trial]]) -> str:
-    """Which of kit's goals are met, by the medians, and in how many trials it recovered."""
+def goals(by_fault: Mapping[str, Sequence[Trial]], *, are_kept: bool = False) -> str:
+    """Which of kit's goals are met, by the medians, and in how many trials it recovered.
+
+    `are_kept`: the goals of ranks that keep their step.
+    """
     lines = []
     for key, trials in by_fault.items():
         good, fault = _good(trials), FAULTS[key]
         seconds = [trial.seconds for trial in good if trial.seconds is not None]
         said = [f"recovered {len(good)} of {len(trials)}"]
+        goal_s = fault.kept_goal_s if are_kept else fault.goal_s
         if good:
-            said += [
-                _goal("", median(seconds), fault.goal_s, "s"),
-                _goal("steps lost at most ", max(trial.lost for trial in good), GOAL_LOST, ""),
-            ]
+            lost, pause_s = max(trial.lost for trial in good), median([trial.pause_s for trial in good])
+            if goal_s is not None:
+                said.append(_goal("", median(seconds), goal_s, "s"))
+            said.append(_goal("steps lost at most ", lost, 0 if are_kept else GOAL_LOST, ""))
             if fault.is_return:
-                said.append(_goal("pause ", median([trial.pause_s for trial in good]), GOAL_PAUSE_S, "s"))
+                said.append(_goal("pause ", pause_s, KEPT_GOAL_PAUSE_S if are_kept else GOAL_PAUSE_S, "s"))
         lines.append(f"{fault.title}: {'; '.join(said)}")
     return "\n".join(lines)
 
 
 def _goal(what: str, value: float, goal: float, unit: str) -> str:
     number = f"{value:.2f} {unit}" if unit else f"{value:.0f}"
-    return f"{what}{number}, goal ≤ {goal:.0f}{' ' + unit if unit else ''}: {'met' if value <= goal else 'MISSED'}"
+    return (
+        f"{what}{number}, goal ≤ {goal:g}{' ' + unit if unit else ''}: {'met' if value <= goal else 'MISSED'}"
+    )
 
 
 # --- the whole ----------------------------------------------------------------------------------------------
@@ -471,7 +489,7 @@ def contestants(lab: Bench, job: Path) -> tuple[dict[str, Callable[[], Session]]
     found: dict[str, Callable[[], Session]] = {
         KIT: lambda: Kit(lab, job),
         f"{KIT}, run_attempts": lambda: KitAttempts(lab, job),
-        f"{KIT}, module": lambda: KitModule(lab, job),
+        MODULE: lambda: KitModule(lab, job),
         f"{KIT}, module restarted": lambda: KitModuleRestarted(lab, job),
         "torchrun, tuned": lambda: Tuned(lab, job),
         "torchrun, stock": lambda: ByHand(lab, job),
@@ -500,8 +518,9 @@ def main() -> int:
 
     if args.storm:
         with bench(NUM_HOSTS, prepare) as lab:
-            print(storm.run(lab, lab.shared / "job", args.storm, args.seed, judge, args.cap))
-        return 0
+            outcome = storm.run(lab, lab.shared / "job", args.storm, args.seed, judge, args.cap)
+        print(storm.told(outcome))
+        return 1 if storm.faults_of(outcome) else 0
     results: dict[str, dict[str, list[Trial]]] = {}
     begin = time.monotonic()
     with bench(NUM_HOSTS, prepare) as lab:
@@ -528,6 +547,8 @@ def main() -> int:
     for name, why in absent.items():
         print(f"\n{name}: {why}")
     print(f"\n{lost_table(results)}")
+    if kept := results.get(MODULE):
+        print(f"\nGoals where ranks keep their step ({MODULE}):\n\n{goals(kept, are_kept=True)}")
     mine = results.get(KIT, {})
     if mine:
         print(f"\nWhere kit's time goes, medians:\n\n{phases_table(mine)}\n\n{goals(mine)}")

@@ -23,6 +23,7 @@ TWO_AT_ONCE = 0.1
 KEPT_LINES = 600
 START_TIMEOUT_S, END_TIMEOUT_S = 60.0, 120.0
 ROLES = ("agent", "fork server", "rank")
+MOST_GROWTH = 1.1
 
 
 class Storm(KitModule):
@@ -78,6 +79,9 @@ class Outcome:
     lost: list[int] = field(default_factory=list)
     """Steps that were made again."""
     num_faults: int = 0
+    num_steps: int = 0
+    are_equal: bool = False
+    """Whether the weights at the end are those of the run without a fault."""
     uses: list[dict[str, Use]] = field(default_factory=list)
     """Now and then, by role: of all hosts the process that has most."""
 
@@ -115,11 +119,11 @@ def newest_world(lines: Iterable[Mapping[str, Any]]) -> tuple[Any, int]:
     return line["world"], int(line["size"])
 
 
-def run(lab: Bench, job: Path, num_faults: int, seed: int, judge: Any, cap_s: float) -> str:
-    """Make the faults, and the same run without any; what to print."""
+def run(lab: Bench, job: Path, num_faults: int, seed: int, judge: Any, cap_s: float) -> Outcome:
+    """Make the faults, and the same run without any."""
     rng = random.Random(seed)  # it decides which ranks are killed
-    outcome = Outcome()
     session = Storm(lab, job, num_faults, step_s=0.02)
+    outcome = Outcome(num_steps=session.num_steps)
     session.start()
     try:
         if not wait_for(lambda: session.step() > 0, timeout_s=START_TIMEOUT_S):
@@ -148,10 +152,10 @@ def run(lab: Bench, job: Path, num_faults: int, seed: int, judge: Any, cap_s: fl
     try:
         if not wait_for(lambda: calm.has_ended, timeout_s=END_TIMEOUT_S + calm.num_steps * 0.05):
             raise BenchError("the run without a fault does not end")
-        equal = weights == calm.weights()
+        outcome.are_equal = weights == calm.weights()
     finally:
         calm.end()
-    return _told(outcome, num_steps=session.num_steps, are_equal=equal)
+    return outcome
 
 
 def _strike(session: Storm, rng: random.Random, outcome: Outcome, judge: Any, cap_s: float) -> None:
@@ -176,30 +180,54 @@ def _brief(use: Mapping[str, Use]) -> str:
     )
 
 
-def _told(outcome: Outcome, *, num_steps: int, are_equal: bool) -> str:
+def told(outcome: Outcome) -> str:
+    """What to print."""
     seconds = sorted(outcome.seconds)
     said = [
-        f"{outcome.num_faults} faults in one run of {num_steps} steps; recovered from {len(seconds)}",
-        f"seconds to the next step: median {median(seconds):.2f}, 95 % {seconds[len(seconds) * 95 // 100]:.2f}, "
-        f"most {seconds[-1]:.2f}",
-        f"steps lost: {sum(outcome.lost)} in all, {max(outcome.lost)} at most",
-        f"weights at the end: {'those' if are_equal else 'NOT those'} of the run without a fault, bit for bit",
+        f"{outcome.num_faults} faults in one run of {outcome.num_steps} steps; recovered from {len(seconds)}",
+        *(
+            [
+                f"seconds to the next step: median {median(seconds):.2f}, "
+                f"95 % {seconds[len(seconds) * 95 // 100]:.2f}, most {seconds[-1]:.2f}",
+                f"steps lost: {sum(outcome.lost)} in all, {max(outcome.lost)} at most",
+            ]
+            if seconds
+            else []
+        ),
+        f"weights at the end: {'those' if outcome.are_equal else 'NOT those'} of the run without a fault, bit for bit",
     ]
-    return "\n".join([*said, "", _growth(outcome.uses)])
+    rows = [
+        [what, f"{values[0]:.0f}", f"{max(values):.0f}", f"{values[-1]:.0f}"]
+        for what, values in _had(outcome.uses).items()
+    ]
+    verdict = "\n".join(faults_of(outcome)) or "nothing was lost, and nothing grew by a tenth"
+    return "\n".join(
+        [*said, "", table(["of the host with most", "first", "most", "last"], rows), "", verdict]
+    )
 
 
-def _growth(seen: Sequence[Mapping[str, Use]]) -> str:
-    """The first and the last look, where there are two."""
-    rows = []
-    for role in ROLES:
-        have = [each[role] for each in seen if role in each]
-        for name, digits in (("megabytes", 0), ("threads", 0), ("descriptors", 0)):
-            values = [float(getattr(each, name)) for each in have]
-            if values:
-                rows.append(
-                    [
-                        f"{role}: {name}",
-                        *(f"{value:.{digits}f}" for value in (values[0], max(values), values[-1])),
-                    ]
-                )
-    return table(["of the host with most", "first", "most", "last"], rows)
+def faults_of(outcome: Outcome) -> list[str]:
+    """What is not as it is to be, a line for each."""
+    found = []
+    if missed := outcome.num_faults - len(outcome.seconds):
+        found.append(f"NOT RECOVERED from {missed} faults")
+    if sum(outcome.lost):
+        found.append(f"{sum(outcome.lost)} STEPS LOST")
+    if not outcome.are_equal:
+        found.append("OTHER WEIGHTS at the end than without a fault")
+    for what, values in _had(outcome.uses).items():
+        # By halves: what a rank has rises and falls, since a process takes part in 50 attempts.
+        first, second = values[: len(values) // 2], values[len(values) // 2 :]
+        if first and max(second) > MOST_GROWTH * max(first):
+            found.append(f"{what} GREW from {max(first):.0f} to {max(second):.0f}")
+    return found
+
+
+def _had(seen: Sequence[Mapping[str, Use]]) -> dict[str, list[float]]:
+    """Role and resource → how much of it there was, look after look."""
+    found = {
+        f"{role}: {name}": [float(getattr(each[role], name)) for each in seen if role in each]
+        for role in ROLES
+        for name in ("megabytes", "threads", "descriptors")
+    }
+    return {what: values for what, values in found.items() if values}

@@ -93,3 +93,28 @@ def test_the_tables_say_what_did_not_recover(recovery: ModuleType) -> None:
     assert "a worker killed: recovered 3 of 3; 3.00 s, goal ≤ 3 s: met" in said
     assert "recovered 3 of 4" in said
     assert "3.00" in recovery.phases_table(results["kit up"])
+    said = recovery.goals(results["kit up"], are_kept=True)
+    assert "3.00 s, goal ≤ 0.15 s: MISSED; steps lost at most 5, goal ≤ 0: MISSED" in said
+    assert "pause 1.00 s, goal ≤ 0.09 s: MISSED" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, []),
+        ({"seconds": [0.2]}, ["NOT RECOVERED from 1 faults"]),
+        ({"lost": [0, 3]}, ["3 STEPS LOST"]),
+        ({"are_equal": False}, ["OTHER WEIGHTS at the end than without a fault"]),
+        ({"threads": [10, 40, 12, 44]}, []),
+        ({"threads": [10, 40, 12, 45]}, ["rank: threads GREW from 40 to 45"]),
+    ],
+)
+def test_a_storm_says_what_is_not_as_it_is_to_be(
+    recovery: ModuleType, changes: dict[str, Any], found: list[str]
+) -> None:
+    storm = recovery.storm
+    values = {"num_faults": 2, "seconds": [0.2, 0.3], "lost": [0, 0], "are_equal": True, **changes}
+    threads = values.pop("threads", [])
+    outcome = storm.Outcome(**values, uses=[{"rank": storm.Use(100.0, each, 9)} for each in threads])
+    assert storm.faults_of(outcome) == found
+    assert ("nothing was lost" in storm.told(outcome)) is not bool(found)
