@@ -11,7 +11,7 @@ from nodekit.training.data.sampler import ElasticSampler
 from nodekit.training.process.kept import Made
 from nodekit.training.snapshots.exchange import source_of_all
 
-NUM_SAMPLES, BATCH, EPOCHS = 23, 6, 3
+NUM_SAMPLES, BATCH, MICRO_BATCH, EPOCHS = 23, 6, 2, 3
 STEPS = EPOCHS * -(-NUM_SAMPLES // BATCH)
 
 
@@ -30,15 +30,20 @@ class State:
 def shared_out(epoch: int, offset: int, world_size: int) -> tuple[frozenset[int], tuple[int, int]]:
     """The samples of the global batch at a place, as the sampler shares them out, and the place after it."""
     parts: Counter[int] = Counter()
+    num_micro_batches: Counter[int] = Counter()
     for rank in range(world_size):
-        sampler = ElasticSampler(NUM_SAMPLES, batch_size=BATCH, rank=rank, world_size=world_size)
+        sampler = ElasticSampler(
+            NUM_SAMPLES, batch_size=BATCH, rank=rank, world_size=world_size, micro_batch=MICRO_BATCH
+        )
         sampler.epoch, sampler.offset = epoch, offset
         for micro in sampler.micro_batches():
+            num_micro_batches[rank] += 1
             if micro.share:
                 parts.update(micro.indices)
             if micro.is_last:
                 break
     assert set(parts.values()) == {1}, "a sample is in two ranks' parts"
+    assert len(set(num_micro_batches.values())) == 1, "a rank would wait in a collective for the others"
     sampler.advance()
     if not sampler.steps_left:
         sampler.next_epoch()
@@ -116,7 +121,7 @@ class Job:
             newest = max((age for age in on_disk if age), default=None)
             holder = next((node for node in members if newest in node.disk), None)
             found = holder.disk[newest] if holder and newest else State()
-        ages = [node.kept[0].age for node in members if node.kept]
+        ages = [each.age for each in made if each] + [each for each in on_disk if each]
         assert not ages or found.step >= max(ages)[1], "a step is lost"
         return found
 
@@ -157,6 +162,12 @@ class Job:
             node.kept = None
             if self.chance(0.1):
                 node.disk.clear()
+        for node in members:
+            if node.kept and self.chance(0.1):  # it does not hear of it, so it saves its step, and ends
+                made, state = node.kept
+                if self.chance(0.9):  # there may be no room for it
+                    node.disk[made.age] = state
+                node.kept = None
 
 
 @pytest.mark.parametrize("first", range(0, 5000, 500))
