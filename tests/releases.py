@@ -7,7 +7,7 @@ its rendezvous is twelve files of plain python that go by the interpreter's own 
 
 ``make releases-venvs``, or ``python tests/releases.py --venvs [RELEASE…]``, installs each into a venv of its own (3 to
 6 GB, removed afterwards; everything else comes from .venv), and runs the tests of the agent, the rendezvous and the
-recovery of a user's own script there.
+recovery of a user's own script there, and of ranks that keep their step with releases that the training module takes.
 
 ``python tests/releases.py FOLDER ARG…`` runs pytest with what is in FOLDER in place of the installed
 ``torch.distributed.elastic.rendezvous``.
@@ -34,6 +34,8 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from nodekit.training.errors import is_safe
+
 RELEASES = (
     "2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.14.0", "2.15.0",
 )  # fmt: skip
@@ -45,6 +47,8 @@ VENV_TESTS = (
     "tests/deploy/agent/test_workers.py",
     "tests/deploy/drill/test_drill.py::test_a_script_with_ddp_goes_on_from_its_own_checkpoint",
 )
+TRAINING_TESTS = ("tests/deploy/agent/test_reform.py", "tests/deploy/agent/test_own_loop.py")
+"""With releases that the training module takes: of ranks that keep their step, by private names of torch's, too."""
 _DESCRIPTORS = (
     "tests/deploy/agent/test_agent.py::test_an_agent_outlives_that_strangers_have_all_its_descriptors"
 )
@@ -141,7 +145,7 @@ def try_release(release: str) -> str:
 
 
 def try_in_venv(release: str) -> str:
-    """What `VENV_TESTS` say in a venv with a release, in a line; "not to be had: …" if it cannot be installed."""
+    """What these tests say in a venv with a release, in a line; "not to be had: …" if it cannot be installed."""
     with tempfile.TemporaryDirectory(prefix="torch-") as base:
         venv.create(base, with_pip=False)
         python = f"{base}/bin/python"
@@ -171,8 +175,9 @@ def try_in_venv(release: str) -> str:
             "no:cacheprovider",
             f"--basetemp={base}/pytest",
             *VENV_TESTS,
+            *(TRAINING_TESTS if is_safe(release) else ()),
         ]
-        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode:
         print(done.stdout, done.stderr, file=sys.stderr)
     return re.sub(r" in [\d.]+s.*", "", done.stdout.strip().splitlines()[-1])
