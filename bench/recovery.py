@@ -289,7 +289,7 @@ class Turn:
         time.sleep(TRAIN_S)
 
     def _provide_crashed(self, *, after_crash: bool) -> None:
-        if after_crash:
+        if after_crash and self._session is not None:
             time.sleep(TRAIN_S)
             return
         self._provide_whole()

@@ -23,6 +23,8 @@ class AgentSpec:
     """How often the agent was called into this generation: again, where fencing it was called off."""
     joins: bool = False
     """Whether the job is under way, so that the others wait from the moment this node is there."""
+    stands_by: bool = False
+    """Whether some of the run's ranks have stayed: then they can be started before their attempt is known."""
     name: str
     node_rank: int
     nodes: tuple[str, ...] = ()

@@ -145,6 +145,7 @@ class NodeStatus(HostStatus, total=False):
     rank: Optional[int]
     world_size: Optional[int]
     workers: List[Worker]
+    stayed: List[int]
     members: List[str]
     failures: List[WorkerFailure]
     ended: List[int]

@@ -442,6 +442,7 @@ def spec_of(
     token: str,
     grace_s: float,
     joins: bool = False,
+    stands_by: bool = False,
 ) -> AgentSpec:
     """Return the spec of a node's agent for one generation; pure."""
     timings = inventory.timings
@@ -467,6 +468,7 @@ def spec_of(
         keep_log_bytes=size_bytes(inventory.logs.keep),
         token=token,
         joins=joins,
+        stands_by=stands_by,
     )
 
 

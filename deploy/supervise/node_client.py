@@ -79,20 +79,28 @@ class NodeClient:
             **secrets_at,
         )
 
-    def start(self, name: str, state: State, port: int | None, *, joins: bool = False) -> None:
+    def start(
+        self, name: str, state: State, port: int | None, *, joins: bool = False, stands_by: bool = False
+    ) -> None:
         """Give an agent that waits its spec; `port` is held for it on the rendezvous host; `joins` a job under way."""
         node = self.node(name)
         self._call(
             name,
             "start",
             node_dir=node.node_dir,
-            spec=self._spec(name, state, joins=joins),
+            spec=self._spec(name, state, joins=joins, stands_by=stands_by),
             port=port,
             called_off=state.called_off,
         )
 
     def start_anew(
-        self, name: str, state: State, *, is_new: bool, record: Callable[[str, NodePlan, float], None]
+        self,
+        name: str,
+        state: State,
+        *,
+        is_new: bool,
+        stands_by: bool,
+        record: Callable[[str, NodePlan, float], None],
     ) -> None:
         """Start the agent on a node that has none, after looking at its host anew.
 
@@ -100,6 +108,7 @@ class NodeClient:
             name: the node's.
             state: what the generation is.
             is_new: it may lack the run's folder, and gets one.
+            stands_by: its ranks can be started before their attempt is known, as those of this run that have stayed.
             record: has the run's record say what the node runs, and how far its clock is from ours in seconds,
                 before it does: who takes over finds it there.
 
@@ -148,7 +157,8 @@ class NodeClient:
         if self.run.stopped_by:
             raise HostError(name, "the run is being stopped")
         self._refuse_over(name)  # a start takes long
-        self.start(name, dataclasses.replace(state, port=port or state.port), port, joins=True)
+        called = dataclasses.replace(state, port=port or state.port)
+        self.start(name, called, port, joins=True, stands_by=stands_by)
 
     def _refuse_over(self, name: str) -> None:
         if not self.run.as_recorded().is_still(self._started):
@@ -231,7 +241,9 @@ class NodeClient:
         found: NodeStatus = self._call(name, "status", node_dir=self.node(name).node_dir)
         return found
 
-    def _spec(self, name: str, state: State, *, joins: bool = False) -> dict[str, Any]:
+    def _spec(
+        self, name: str, state: State, *, joins: bool = False, stands_by: bool = False
+    ) -> dict[str, Any]:
         return plan.spec_of(
             self.node(name),
             self.inventory,
@@ -244,6 +256,7 @@ class NodeClient:
             token=self.run.token,
             grace_s=GRACE_S,
             joins=joins,
+            stands_by=stands_by,
         ).to_dict()
 
     def _planned(self, name: str, found: check.Facts) -> NodePlan:

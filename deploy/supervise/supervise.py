@@ -278,7 +278,8 @@ class Supervisor:
     def _start(self, name: str, state: State, is_new: bool) -> None:
         self._queue.put((name, "busy", "starting its agent"))
         try:
-            self._client.start_anew(name, state, is_new=is_new, record=self._record)
+            stands_by = any(each.get("stayed") for each in self._statuses.copy().values())
+            self._client.start_anew(name, state, is_new=is_new, stands_by=stands_by, record=self._record)
         finally:
             self._queue.put((name, "busy", ""))
 

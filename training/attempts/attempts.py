@@ -68,13 +68,18 @@ def run_attempts(
         world.close()
         return code
 
+    world = make()
+    if (
+        world.standby_world_size is not None
+    ):  # a node comes in: nobody is to wait for the script's imports and data
+        world = reform.attempt_of(world, make)
     # A fork of kit's has its libraries frozen. Thawed, they would be searched at its end, which takes seconds.
     is_frozen = gc.get_freeze_count() > 0
     if not is_frozen:
         gc.freeze()
     try:
         with Stop(grace_s) as stop:
-            return reform.run(make(), stop, make, attempt, lambda world: not reform.why_not(world))
+            return reform.run(world, stop, make, attempt, lambda world: not reform.why_not(world))
     finally:
         if not is_frozen:
             gc.unfreeze()  # what is open or to be finalized at the end of the script is looked for

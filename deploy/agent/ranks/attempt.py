@@ -63,6 +63,7 @@ class Attempts:
         self._heard_looks = 0  # since all of these have read it
         self._staying: set[int] = set()  # those that wait for the next attempt, to go on in it
         self._stayed: set[int] = set()  # those that have been told of this one
+        self._have_stayed = False  # whether there have been any, in this attempt or another
         self._grace_s = spec.grace_s
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self.workers = Workers(server)
@@ -82,9 +83,10 @@ class Attempts:
     def stand_by(self, spec: AgentSpec, pause: Callable[[], None]) -> None:
         """Have the ranks of a node that joins read their data before the others are interrupted for them.
 
-        Only kit's training module can wait for its attempt like that; of other programs the imports are made ready.
+        Kit's training module can wait for its attempt like that, and a script with `run_attempts`, which is known once
+        ranks of this run have stayed. Of other programs the imports are made ready.
         """
-        if not is_training_module(spec) or self.workers.pids:
+        if not self._can_stand_by(spec) or self.workers.pids:
             return
         self._record.make_snapshot_dir()
         self._record.forget_progress()
@@ -106,8 +108,11 @@ class Attempts:
     def replace(self, spec: AgentSpec) -> None:
         """Have other ranks in place of those that have ended, ready as far as can be when the nodes have met again."""
         ended = self.ranks.keys() - self.workers.pids.keys()
-        if ended and is_training_module(spec):
+        if ended and self._can_stand_by(spec):
             self._start_standing_by(spec, ended, num_ranks=0)
+
+    def _can_stand_by(self, spec: AgentSpec) -> bool:
+        return is_training_module(spec) or spec.stands_by or self._have_stayed or bool(self._staying)
 
     def _start_standing_by(self, spec: AgentSpec, local_ranks: Collection[int], *, num_ranks: int) -> None:
         self._messages.prepare(range(spec.nproc_per_node))
@@ -182,6 +187,7 @@ class Attempts:
         if there != self.workers.pids.keys():  # who has ended while it stood by
             self.workers.stop(0, staying=lambda: waiting)
         stayed = waiting - self._standing_by
+        self._have_stayed |= bool(stayed)
         self._staying, self._standing_by, self._stayed, self._told = set(), set(), stayed, {}
         for start in starts:
             if start.local_rank not in waiting:

@@ -153,3 +153,49 @@ def test_weights_of_no_step_are_not_kept(agents: Agents, unbroken: dict[str, Any
     assert step == 20
     assert "in memory" not in source
     assert not any(run.events(name, "workers-started")[1]["stayed"] for name in run.names)
+
+
+SLOW_TO_IMPORT = """
+import os, time
+time.sleep(3.0 if os.path.exists("slow-to-import") else 0.0)
+with open(f"imported-by-{os.getpid()}", "w") as file:
+    file.write(os.environ.get("NODEKIT_STANDBY", "as in an attempt"))
+"""
+
+
+@again_if_left_waiting
+def test_nobody_waits_for_the_imports_of_a_script_that_comes_in(agents: Agents) -> None:
+    """Its ranks can be started before their attempt is known: the supervisor knows by those that have stayed."""
+    run = OwnLoop(agents, job=SLOW_TO_IMPORT + JOB, min_nodes=2)
+    run.wait_step(10)
+    before = run.pids()
+    run.lose_n2()
+    assert agents.status("n0")["stayed"] == [0]
+    (agents.folder / "code/slow-to-import").touch()
+    run.join("n2", 2, stands_by=True)
+    run.wait_world(3)
+    run.ended()
+    (new,) = run.events("n2", "workers-started")[-1]["workers"]
+    imported = (agents.folder / f"code/imported-by-{new['pid']}").stat().st_mtime
+    pauses = [
+        each["time"] for name in ("n0", "n1") for each in run.events(name, "membership") if not each["lost"]
+    ]
+    assert imported < min(pauses)
+    for name in ("n0", "n1"):
+        assert run.pids_of_all_attempts(name) == {*before[name]}
+    assert all("in memory" in source for _, source in run.goes_on())
+
+
+@again_if_left_waiting
+def test_a_rank_beside_one_that_stays_is_replaced_before_the_nodes_have_met(agents: Agents) -> None:
+    """Its agent knows by the other that the script can wait for its attempt."""
+    run = OwnLoop(agents, job=SLOW_TO_IMPORT + JOB, num_nodes=2, nproc_per_node=2)
+    run.wait_step(10)
+    before = run.pids()["n1"]
+    os.kill(before[1], signal.SIGKILL)
+    run.ended()
+    second = run.events("n1", "workers-started")[1]
+    (new,) = {each["pid"] for each in second["workers"]}.difference(before)
+    how = {pid: (agents.folder / f"code/imported-by-{pid}").read_text() for pid in (*before, new)}
+    assert how == {**dict.fromkeys(before, "as in an attempt"), new: "0"}
+    assert "in memory" in run.goes_on()[0][1]

@@ -83,13 +83,13 @@ class Run:
     def pids_of_all_attempts(self, name: str) -> set[int]:
         return {each["pid"] for event in self.events(name, "workers-started") for each in event["workers"]}
 
-    def join(self, name: str, node_rank: int) -> None:
+    def join(self, name: str, node_rank: int, **changes: Any) -> None:
         """Start a node's agent again."""
         host = self.agents.channels["n0"].call(
             "status", timeout_s=ANSWER_S, node_dir=str(self.agents.node_dir("n0"))
         )
         self.agents.start_again(
-            name, node_rank=node_rank, master_port=host["port"], joins=True, **self.changes
+            name, node_rank=node_rank, master_port=host["port"], joins=True, **{**self.changes, **changes}
         )
 
     def lose_n2(self) -> None:

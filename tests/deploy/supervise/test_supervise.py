@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import fake_nodes
 import pytest
 from agents import until
 from disks import full, small_disk
@@ -291,6 +292,24 @@ def test_the_clock_of_a_node_that_comes_later_is_on_record(
     run = find_runs.find(None)
     assert run.clock_offsets == {"a": -0.5, "b": 0.25, "c": 7.0}
     assert run.skew_s == 7.5
+
+
+@pytest.mark.parametrize("stayed", [[], [1]])
+def test_who_comes_in_hears_whether_ranks_have_stayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stayed: list[int]
+) -> None:
+    """Then the script has `run_attempts`, and its ranks can be started before the others wait for them."""
+    monkeypatch.setitem(fake_nodes.STATUS, "stayed", stayed)
+    nodes = Nodes(tmp_path, monkeypatch)
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        is_over = bool(nodes.of("start")) or number > 10_000
+        return state, [Start("c", is_new=True)] if number == 1 else [Finish("succeeded")] if is_over else []
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+    ((_, given),) = nodes.of("start")
+    assert (given["spec"]["joins"], given["spec"]["stands_by"]) == (True, bool(stayed))
 
 
 def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
@@ -691,7 +710,7 @@ def test_nothing_is_written_or_started_where_the_run_was_started_anew_since_it_w
     nodes.answers["prestart"] = lambda *_: record.update(start_anew())
 
     with pytest.raises(KitError, match="started anew"):
-        nodes.client.start_anew("a", state, is_new=False, record=lambda *_: None)
+        nodes.client.start_anew("a", state, is_new=False, stands_by=False, record=lambda *_: None)
     assert not writer.is_written(generation_after(state), gatherer)
     with pytest.raises(Over):
         writer.write_plan("a", nodes.client.node("a"), 0.0)
