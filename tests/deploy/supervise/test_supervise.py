@@ -716,7 +716,7 @@ def test_nothing_is_written_or_started_where_the_run_was_started_anew_since_it_w
         writer.write_plan("a", nodes.client.node("a"), 0.0)
     del nodes.run.nodes["a"]  # as of a node that the other start alone has
     with pytest.raises(KitError, match="started anew"):
-        nodes.client.start_anew("a", state, is_new=True, record=lambda *_: None)
+        nodes.client.start_anew("a", state, is_new=True, stands_by=False, record=lambda *_: None)
 
     assert (len(nodes.of("prestart")), nodes.of("start"), nodes.of("stop")) == (1, [], [])
     assert json.loads((nodes.run.folder / "run.json").read_text()) == record
