@@ -247,6 +247,12 @@ def _attempt(
             print(f"nodekit: {error}", file=sys.stderr)
             world.close()
             return EXIT_FENCED
+        if why:
+            no_step = "it is to stop" if stop.requested else "it has no whole step"
+            print(
+                f"nodekit: {why}, and this one ends: {reform.why_ends(options, world) or no_step}",
+                file=sys.stderr,
+            )
         _KEPT_ALIVE.append(error)  # its traceback refers to all the frames
         code = stop.exit_code if stop.requested else 1
         stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing

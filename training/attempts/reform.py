@@ -41,8 +41,18 @@ T = TypeVar("T")
 
 def can_go_on(options: "Options", world: "World") -> bool:
     """Whether this process may go on in another attempt."""
-    is_wanted = options.on_lost_rank == "reform" and not options.local_steps
-    return is_wanted and ENGINES[options.engine].reforms and not why_not(world)
+    return not why_ends(options, world)
+
+
+def why_ends(options: "Options", world: "World") -> str:
+    """Why this process ends when another rank is lost, and is started again; "" if it may go on."""
+    if options.on_lost_rank != "reform":
+        return f"--on-lost-rank {options.on_lost_rank}"
+    if options.local_steps:
+        return "with local SGD each rank has weights of its own"
+    if not ENGINES[options.engine].reforms:
+        return f"--engine {options.engine} does not go on without a lost rank"
+    return why_not(world)
 
 
 def why_not(world: "World") -> str:
