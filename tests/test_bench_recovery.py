@@ -106,7 +106,7 @@ def test_the_tables_say_what_did_not_recover(recovery: ModuleType) -> None:
         ({"lost": [0, 3]}, ["3 STEPS LOST"]),
         ({"are_equal": False}, ["OTHER WEIGHTS at the end than without a fault"]),
         ({"threads": [10, 40, 12, 44]}, []),
-        ({"threads": [10, 40, 12, 45]}, ["rank: threads GREW from 40 to 45"]),
+        ({"threads": [10, 40, 12, 45]}, ["agent: threads GREW from 40 to 45"]),
     ],
 )
 def test_a_storm_says_what_is_not_as_it_is_to_be(
@@ -115,6 +115,8 @@ def test_a_storm_says_what_is_not_as_it_is_to_be(
     storm = recovery.storm
     values = {"num_faults": 2, "seconds": [0.2, 0.3], "lost": [0, 0], "are_equal": True, **changes}
     threads = values.pop("threads", [])
-    outcome = storm.Outcome(**values, uses=[{"rank": storm.Use(100.0, each, 9)} for each in threads])
+    outcome = storm.Outcome(
+        **values, uses=[dict.fromkeys(("agent", "rank"), storm.Use(100.0, each, 9)) for each in threads]
+    )
     assert storm.faults_of(outcome) == found
     assert ("nothing was lost" in storm.told(outcome)) is not bool(found)

@@ -48,7 +48,7 @@ class HangDiagnosis:
         self.is_stepless = False
         """Of a hang: whether no rank, of any node, had told of progress in this attempt."""
         self.behind: tuple[int, ...] = ()
-        """Of a hang: the ranks that the others wait for, and that do not answer; none where there are no others."""
+        """Of a hang: the ranks that are blamed; none where all are."""
         self.may_stay = False
         """Of a hang: whether ranks that do answer may go on with what they have."""
         self._look_at = 0.0

@@ -24,6 +24,9 @@ from nodekit.deploy.host.schema import WorkerFailure
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 EXPLAINED_S = 0.3  # the same, where it is known why they have: until they say that they save what they have
 TOLD_S = 0.1  # the same, where they are in NCCL and would not say
+ANSWERS_S = (
+    5.0  # after a hang, for ranks that wait in a collective; of others it is not known whether they ever do
+)
 MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
 TRAINS = "trains"  # what the node of rank 0 tells the others of a round, once its log shows that
 _POLL_S = 0.05
@@ -107,12 +110,15 @@ class RoundWatch:
                 if found.may_stay:
                     attempts.kill(found.behind)
                     tell = "lost"
-                self._end(0, "a hang", tell, ended_by=A_HANG, active_s=found.active_s)
+                self._end(0, "a hang", tell, ended_by=A_HANG, active_s=found.active_s, keep_s=ANSWERS_S)
                 reason = self.budget.hung() if found.is_stepless else None
                 if reason is not None:
                     self.failed_as = reason
                     return "failed"
-                return self._again_or_give_up()
+                verdict = self._again_or_give_up()
+                if verdict == "again" and found.may_stay:
+                    attempts.replace(self._spec)
+                return verdict
 
     def end_if_broken(self, rendezvous: Rendezvous, formed: Formed) -> Why | None:
         """End the workers, which train while the agents meet for another round, once one has failed or a node is lost.
@@ -226,9 +232,10 @@ class RoundWatch:
         *,
         ended_by: str = "",
         active_s: float | None = None,
+        keep_s: float | None = None,
     ) -> None:
         """`ended_by`: as of `Budget.took_steps`; `active_s`: of an attempt that hung, how long it went until then."""
-        self._attempts.end(grace_s, why, tell=tell)
+        self._attempts.end(grace_s, why, tell=tell, keep_s=keep_s)
         self._record.update(state="rendezvous", workers=[], members=[])
         self.budget.took_steps(
             self._record.step,

@@ -69,9 +69,8 @@ def run_attempts(
         return code
 
     world = make()
-    if (
-        world.standby_world_size is not None
-    ):  # a node comes in: nobody is to wait for the script's imports and data
+    # Started before its attempt was known: nobody is to wait for the script's imports and data.
+    if world.standby_world_size is not None:
         world = reform.attempt_of(world, make)
     # A fork of kit's has its libraries frozen. Thawed, they would be searched at its end, which takes seconds.
     is_frozen = gc.get_freeze_count() > 0

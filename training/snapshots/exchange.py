@@ -89,7 +89,9 @@ def newest_of_all(
     made = [each.made for each in said]
     source = source_of_all(made, [each.on_disk for each in said])
     if source is not None:
-        return _from_memory(world, kept, made, source)
+        has_snapshot = any(each.on_disk for each in said)
+        if loaded := _from_memory(world, kept, made, source, has_snapshot=has_snapshot):
+            return loaded
     writes = world.is_first_on_node if writes is None else writes
     is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
     return _from_disks(
@@ -150,8 +152,10 @@ def _from_disks(
         lost[manifest.payload] = f"{manifest.name}: {why}"
 
 
-def _from_memory(world: World, kept: Kept | None, made: Sequence[Made | None], source: int) -> Loaded:
-    """What rank ``source`` has kept, on every rank."""
+def _from_memory(
+    world: World, kept: Kept | None, made: Sequence[Made | None], source: int, *, has_snapshot: bool
+) -> Loaded | None:
+    """What rank ``source`` has kept, on every rank; None on every rank if a snapshot is to be loaded instead."""
     newest = made[source]
     assert newest is not None
     manifest = Manifest(
@@ -165,36 +169,51 @@ def _from_memory(world: World, kept: Kept | None, made: Sequence[Made | None], s
     state = kept.state if kept and kept.made == newest else None
     rest = _rest_of(world, state, source)
     if set(made) != {newest}:
-        received = _tensors_from(world, state, rest, source)
+        holders = [rank for rank, each in enumerate(made) if each == newest]
+        received = _tensors_from(world, state, rest, holders, has_snapshot=has_snapshot)
+        if received is None:
+            return None
         state = with_tensors(rest, received) if state is None else state
     return _alike(Loaded(state, manifest, f"what rank {source} has kept in memory"), rest, source)
 
 
-def _tensors_from(world: World, state: Any, rest: Any, source: int) -> list[torch.Tensor]:
-    """Rank ``source``'s tensors, on each rank that has no state; what has arrived damaged is sent once more.
+def _tensors_from(
+    world: World, state: Any, rest: Any, holders: Sequence[int], *, has_snapshot: bool
+) -> Sequence[torch.Tensor] | None:
+    """The tensors that all ``holders`` have kept, on each rank that has no state.
+
+    Where they arrive damaged, they are sent once more, by another rank if there is one. None on all ranks if there is
+    none, and a snapshot: either end may be the reason.
 
     Raises:
-        TrainingError: on a rank where it has arrived damaged twice; the others go on, and find this one lost.
+        TrainingError: on a rank where they have arrived damaged again; the others go on without it.
     """
     places = places_in(rest)
     received = [place.empty() for place in places] if state is None else []
-    for number in range(2):
-        data = TensorBytes(tensors_of(state) if world.rank == source else received)
-        size_bytes = sum(place.size_bytes for place in places)
-        write = data.write if state is None else None
-        _send(world, size_bytes, source, lambda part, _, data=data: data.read(part), write)  # type: ignore[misc]
-        hashes = world.gather(data.sha256 if world.rank == source or state is None else None)
-        damaged = [rank for rank, each in enumerate(hashes) if each not in (None, hashes[source])]
+    size_bytes = sum(place.size_bytes for place in places)
+    lacks = state is None
+    for sender in (holders[0], holders[-1]):
+        data = TensorBytes(tensors_of(state) if world.rank == sender else received if lacks else [])
+        _send(world, size_bytes, sender, _reader(data), data.write if lacks else None)
+        hashes = world.gather(data.sha256 if world.rank == sender or lacks else None)
+        damaged = [rank for rank, each in enumerate(hashes) if each not in (None, hashes[sender])]
         if not damaged:
-            break
-        if world.rank in damaged:
-            text = (
-                f"what rank {source} has sent from its memory arrived damaged ({size_bytes} bytes, SHA-256)"
-            )
-            if number:
-                raise TrainingError(f"{text}, twice: see to this host's memory and network")
-            log.warning("%s: it is sent once more", text)
+            return received
+        lacks = world.rank in damaged
+        if lacks:
+            log.warning("what rank %d has sent from its memory arrived damaged (by its SHA-256)", sender)
+    if len(holders) == 1 and has_snapshot:
+        return None
+    if lacks:
+        raise TrainingError(
+            f"what rank {sender} has sent from its memory arrived damaged, and so it had been before: see to the "
+            "memory and the network of both hosts"
+        )
     return received
+
+
+def _reader(data: TensorBytes) -> Callable[[torch.Tensor, int], None]:
+    return lambda part, _: data.read(part)
 
 
 def _rest_of(world: World, state: Any, source: int) -> Any:

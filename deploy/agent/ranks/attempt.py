@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nodekit.deploy.agent.hang import flight, hang
+from nodekit.deploy.agent.ranks import children
 from nodekit.deploy.agent.ranks.failures import (
     is_cause,
     is_secondary,
@@ -338,15 +339,15 @@ class Attempts:
             for rank, code in exits.items()
         )
 
-    def _tell(self, kind: Kind) -> Callable[[], bool]:
+    def _tell(self, kind: Kind, keep_s: float | None = None) -> Callable[[], bool]:
         """Tell the ranks that another one is lost, or to pause since a node comes in.
 
         Of a loss some may hear while they wait for the lost one in a collective, and some keep what they have. The
-        returned function says whether a rank has said that it does, or pauses, and is not done, within the spec's
-        grace. So does one that has stayed and has said nothing yet in this attempt: it has a step; and, for a while,
-        one that has not read what it was told.
+        returned function says whether a rank has said that it does, or pauses, and is not done, within `keep_s` (None:
+        the spec's grace). So does one that has stayed and has said nothing yet in this attempt: it has a step; and, for
+        a while, one that has not read what it was told.
         """
-        until = time.monotonic() + self._grace_s
+        until = time.monotonic() + (self._grace_s if keep_s is None else keep_s)
         for local_rank in self.workers.pids:
             knows = self._told.get(local_rank) in (kind, "lost")
             if not knows and self._messages.send(local_rank, {"kind": kind}):
@@ -395,21 +396,20 @@ class Attempts:
 
     def kill(self, ranks: Collection[int]) -> None:
         """Kill those of these ranks that are this node's: nobody is to wait for an answer of theirs."""
-        for rank, pid in self.pids.items():
-            if rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            blamed = {rank: pid for rank, pid in self.pids.items() if rank in ranks}
+            children.signal_groups(blamed, signal.SIGKILL)
 
-    def end(self, grace_s: float, why: str, *, tell: Kind | None = None) -> None:
+    def end(self, grace_s: float, why: str, *, tell: Kind | None = None, keep_s: float | None = None) -> None:
         """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).
 
-        Where a rank is lost or a node comes in (`tell`), some keep what they have, and have until the spec's grace is
-        over for that; those that wait with it for the next attempt stay. While they pause for a node, another one may
-        be lost, for which they would wait.
+        Where a rank is lost or a node comes in (`tell`), some keep what they have, and have `keep_s` for that (None:
+        the spec's grace); those that wait with it for the next attempt stay. While they pause for a node, another one
+        may be lost, for which they would wait.
         """
         known = len(self.workers.stuck)
         if tell is not None:
-            keeping, look_at = self._tell(tell), time.monotonic() + LOSS_S
+            keeping, look_at = self._tell(tell, keep_s), time.monotonic() + LOSS_S
 
             def is_wanted() -> bool:
                 nonlocal keeping, look_at

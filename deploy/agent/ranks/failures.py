@@ -55,8 +55,8 @@ _ENDS_SO_AGAIN = re.compile(
 # argparse, click and shells; of argparse's the head may be too long ago to be among a rank's last words. Status 2 alone
 # says nothing: python ends so for a file that it cannot open, make and bash for most of what goes wrong.
 _USAGE = re.compile(
-    r"^\s*usage:|^python -m nodekit\.training: |^[^\n:]+: error: (?:unrecognized arguments"
-    r"|the following arguments are required|ambiguous option|one of the arguments |argument )",
+    r"^\s*usage:|^[^\n:]+: error: (?:unrecognized arguments|the following arguments are required"
+    r"|ambiguous option|one of the arguments |argument )",
     re.MULTILINE | re.IGNORECASE,
 )
 _NO_SCRIPT = re.compile(r"^\S*python[\d.]*: can't (?:open file|find '__main__')", re.MULTILINE)

@@ -39,7 +39,10 @@ News = Mapping[str, Any]
 def _end_when_unanswered(connection: socket.socket, keep_alive_s: float, lost_after: int) -> None:
     """Have the kernel end a connection once nothing that was sent is acknowledged for so long."""
     # The first bytes after a cut are sent up to keep_alive_s later.
-    timeout_s = max(keep_alive_s, keep_alive_s * (lost_after - 1) - _REPEATED_AFTER_S)
+    timeout_s = keep_alive_s * max(1, lost_after - 1)
+    timeout_s = max(
+        0.75 * timeout_s, timeout_s - _REPEATED_AFTER_S
+    )  # it depends on the kernel and on the link
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
 
 

@@ -115,7 +115,7 @@ def test_where_ranks_keep_their_step_a_fault_has_passed_if_they_do(
     steps_lost: int, stayed: set[int], outcome: str, says: str
 ) -> None:
     part = selftest_report.of_drill(
-        "engine ddp", {**drilled(), "steps_lost": steps_lost}, {}, 30.0, stayed=stayed
+        "engine ddp", {**drilled(world_sizes=(3,)), "steps_lost": steps_lost}, {}, 30.0, stayed=stayed
     )
     assert part.outcome == outcome
     assert says in part.text
