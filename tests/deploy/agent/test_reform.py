@@ -591,6 +591,9 @@ from nodekit.training.group.agent_messages import AgentMessages
 from nodekit.training.world import WAITING
 first = os.environ["TORCHELASTIC_RESTART_COUNT"]
 if os.environ["LOCAL_RANK"] == "1":
+    if "NODEKIT_STANDBY" in os.environ:  # the other one stays, so this one may be started before its attempt is known
+        following = AgentMessages(Path(os.environ["NODEKIT_AGENT_PIPE"])).next_attempt(60)
+        first = following.env["TORCHELASTIC_RESTART_COUNT"]
     while first == "0" and not Path("listens").exists():
         time.sleep(0.01)
     sys.exit(int(first) < 2)
