@@ -99,7 +99,7 @@ class NodeClient:
         state: State,
         *,
         is_new: bool,
-        stands_by: bool,
+        stands_by: Callable[[], bool],
         record: Callable[[str, NodePlan, float], None],
     ) -> None:
         """Start the agent on a node that has none, after looking at its host anew.
@@ -108,7 +108,8 @@ class NodeClient:
             name: the node's.
             state: what the generation is.
             is_new: it may lack the run's folder, and gets one.
-            stands_by: its ranks can be started before their attempt is known, as those of this run that have stayed.
+            stands_by: whether its ranks can be started before their attempt is known, as those of this run that have
+                stayed; asked last, since at a loss that shows while this node starts.
             record: has the run's record say what the node runs, and how far its clock is from ours in seconds,
                 before it does: who takes over finds it there.
 
@@ -158,7 +159,7 @@ class NodeClient:
             raise HostError(name, "the run is being stopped")
         self._refuse_over(name)  # a start takes long
         called = dataclasses.replace(state, port=port or state.port)
-        self.start(name, called, port, joins=True, stands_by=stands_by)
+        self.start(name, called, port, joins=True, stands_by=stands_by())
 
     def _refuse_over(self, name: str) -> None:
         if not self.run.as_recorded().is_still(self._started):

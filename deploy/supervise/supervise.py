@@ -278,10 +278,15 @@ class Supervisor:
     def _start(self, name: str, state: State, is_new: bool) -> None:
         self._queue.put((name, "busy", "starting its agent"))
         try:
-            stands_by = any(each.get("stayed") for each in self._statuses.copy().values())
-            self._client.start_anew(name, state, is_new=is_new, stands_by=stands_by, record=self._record)
+            self._client.start_anew(
+                name, state, is_new=is_new, stands_by=self._has_stayed, record=self._record
+            )
         finally:
             self._queue.put((name, "busy", ""))
+
+    def _has_stayed(self) -> bool:
+        """Whether some rank goes on in the same process in another attempt than its first one."""
+        return any(status.get("stayed") for status in self._statuses.copy().values())
 
     def _record(self, name: str, node: NodePlan, clock_offset_s: float) -> None:
         """Have what a node runs, and its clock, written down by the thread that watches, and wait until it is.

@@ -40,7 +40,7 @@ def start_anew(nodes: Nodes, name: str, *, is_new: bool) -> NodePlan:
         recorded.append(node)
         nodes.run.nodes = {**nodes.run.nodes, name: vars(node)}
 
-    nodes.client.start_anew(name, state(nodes), is_new=is_new, stands_by=False, record=record)
+    nodes.client.start_anew(name, state(nodes), is_new=is_new, stands_by=lambda: False, record=record)
     (node,) = recorded
     return node
 
@@ -53,7 +53,7 @@ def test_what_a_node_runs_is_on_record_before_it_does(nodes: Nodes) -> None:
         nodes.run.nodes = {**nodes.run.nodes, name: vars(node)}
 
     before = (nodes.run.folder / "run.json").read_bytes()
-    nodes.client.start_anew("c", state(nodes), is_new=True, stands_by=False, record=record)
+    nodes.client.start_anew("c", state(nodes), is_new=True, stands_by=lambda: False, record=record)
 
     ((name, node, num_warm),) = recorded
     assert (name, num_warm) == ("c", 0)
@@ -138,7 +138,7 @@ def test_a_node_that_cannot_be_recorded_is_not_started(nodes: Nodes) -> None:
         raise NotWritten("no room")
 
     with pytest.raises(KitError, match="no room"):
-        nodes.client.start_anew("b", state(nodes), is_new=False, stands_by=False, record=record)
+        nodes.client.start_anew("b", state(nodes), is_new=False, stands_by=lambda: False, record=record)
     assert nodes.of("prestart") == nodes.of("start") == []
 
 

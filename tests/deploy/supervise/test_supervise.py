@@ -298,9 +298,18 @@ def test_the_clock_of_a_node_that_comes_later_is_on_record(
 def test_who_comes_in_hears_whether_ranks_have_stayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stayed: list[int]
 ) -> None:
-    """Then the script has `run_attempts`, and its ranks can be started before the others wait for them."""
-    monkeypatch.setitem(fake_nodes.STATUS, "stayed", stayed)
+    """Then the script has `run_attempts`, and its ranks can be started before the others wait for them.
+
+    Where a node is lost and comes back at once, the others have stayed by the time that its agent is there.
+    """
+    monkeypatch.setitem(fake_nodes.STATUS, "stayed", [])
     nodes = Nodes(tmp_path, monkeypatch)
+
+    def begins(*_: object) -> None:
+        fake_nodes.STATUS["stayed"] = stayed
+        until(lambda: supervisor._has_stayed() == bool(stayed), what="the others' status")
+
+    nodes.answers["prestart"] = begins
 
     def decide(state: State, number: int) -> tuple[State, list[Action]]:
         is_over = bool(nodes.of("start")) or number > 10_000
@@ -710,13 +719,13 @@ def test_nothing_is_written_or_started_where_the_run_was_started_anew_since_it_w
     nodes.answers["prestart"] = lambda *_: record.update(start_anew())
 
     with pytest.raises(KitError, match="started anew"):
-        nodes.client.start_anew("a", state, is_new=False, stands_by=False, record=lambda *_: None)
+        nodes.client.start_anew("a", state, is_new=False, stands_by=lambda: False, record=lambda *_: None)
     assert not writer.is_written(generation_after(state), gatherer)
     with pytest.raises(Over):
         writer.write_plan("a", nodes.client.node("a"), 0.0)
     del nodes.run.nodes["a"]  # as of a node that the other start alone has
     with pytest.raises(KitError, match="started anew"):
-        nodes.client.start_anew("a", state, is_new=True, stands_by=False, record=lambda *_: None)
+        nodes.client.start_anew("a", state, is_new=True, stands_by=lambda: False, record=lambda *_: None)
 
     assert (len(nodes.of("prestart")), nodes.of("start"), nodes.of("stop")) == (1, [], [])
     assert json.loads((nodes.run.folder / "run.json").read_text()) == record
