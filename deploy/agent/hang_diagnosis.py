@@ -50,7 +50,7 @@ class HangDiagnosis:
         self.behind: tuple[int, ...] = ()
         """Of a hang: the ranks that are blamed; none where all are."""
         self.may_stay = False
-        """Of a hang: whether ranks that do answer may go on with what they have."""
+        """Of a hang: whether the ranks that are not blamed may go on with what they have."""
         self._look_at = 0.0
         self._watch.begin()
 

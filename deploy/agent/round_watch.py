@@ -24,9 +24,7 @@ from nodekit.deploy.host.schema import WorkerFailure
 DYING_S = 0.5  # how long workers who have lost a peer may take to say so, before they are killed
 EXPLAINED_S = 0.3  # the same, where it is known why they have: until they say that they save what they have
 TOLD_S = 0.1  # the same, where they are in NCCL and would not say
-ANSWERS_S = (
-    5.0  # after a hang, for ranks that wait in a collective; of others it is not known whether they ever do
-)
+ANSWERS_S = 10.0  # after a hang, for ranks to leave the collective that they wait in, and keep what they have
 MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
 TRAINS = "trains"  # what the node of rank 0 tells the others of a round, once its log shows that
 _POLL_S = 0.05

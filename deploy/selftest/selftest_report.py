@@ -68,7 +68,7 @@ def of_drill(
     """Judge a fault by its result in `kit drill --json`: survived, with the unbroken run's losses.
 
     Bit for bit with as many ranks, unlike `kit drill`: the self-test's task is deterministic on GPUs, too. `stayed` has
-    the ranks that kept their processes, where others than the one that was struck are to; no step may be lost then.
+    the ranks that kept their processes. It is None where none is to; elsewhere no step may be lost.
     """
     curve, problem = result["curve"], str(result["problem"])
     if not problem and curve["sameness"] == "unknown":

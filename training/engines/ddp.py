@@ -120,7 +120,8 @@ class _Zeros(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._trained = [each for each in model.parameters() if each.requires_grad]
-        self.named_buffers = model.named_buffers  # type: ignore[method-assign]  # DDP sends those before each pass
+        # DDP sends its module's buffers before each forward pass.
+        self.named_buffers = model.named_buffers  # type: ignore[method-assign]
 
     def forward(self, _: torch.Tensor) -> Any:
         """On a GPU, DDP looks for the first argument that it has moved there: hence one."""

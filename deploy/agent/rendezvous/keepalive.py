@@ -39,10 +39,9 @@ News = Mapping[str, Any]
 def _end_when_unanswered(connection: socket.socket, keep_alive_s: float, lost_after: int) -> None:
     """Have the kernel end a connection once nothing that was sent is acknowledged for so long."""
     # The first bytes after a cut are sent up to keep_alive_s later.
-    timeout_s = keep_alive_s * max(1, lost_after - 1)
-    timeout_s = max(
-        0.75 * timeout_s, timeout_s - _REPEATED_AFTER_S
-    )  # it depends on the kernel and on the link
+    left_s = keep_alive_s * max(1, lost_after - 1)
+    # Another kernel, or a longer way, may begin to count sooner.
+    timeout_s = max(0.75 * left_s, left_s - _REPEATED_AFTER_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
 
 
