@@ -250,7 +250,7 @@ def _attempt(
         if why:
             no_step = "it is to stop" if stop.requested else "it has no whole step"
             print(
-                f"nodekit: {why}, and this one ends: {reform.why_ends(options, world) or no_step}",
+                f"nodekit: {why}, and this rank ends: {reform.why_ends(options, world) or no_step}",
                 file=sys.stderr,
             )
         _KEPT_ALIVE.append(error)  # its traceback refers to all the frames

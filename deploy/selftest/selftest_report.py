@@ -87,7 +87,7 @@ def of_drill(
     if not problem and stayed is not None and not stayed and result["world_sizes"][0] > 2:
         problem = (
             "all ranks were started again: wanted the others to keep their processes; "
-            'their logs say "and this one ends: …"'
+            'their logs say "and this rank ends: …"'
         )
     found = [f"{phase} {value:.1f} s" for phase, value in phases.items()]
     text = "the losses after the resume are the unbroken run's" + (

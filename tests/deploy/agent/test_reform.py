@@ -350,7 +350,7 @@ def test_who_has_taken_part_in_too_many_attempts_saves_its_step_and_is_started_a
     assert (losses, run.result("n0")["weights_sha256"]) == unbroken
     for name in ("n0", "n2"):
         assert [len(each["stayed"]) for each in run.events(name, "workers-started")] == [0, 1, 0]
-    assert "and this one ends: it has taken part in 1 attempts" in run.logs()
+    assert "and this rank ends: it has taken part in 1 attempts" in run.logs()
     assert "in memory" not in run.result("n0")["resumed_from"]
     assert run.result("n0")["resumed_at_step"] >= 20, "the steps since the last snapshot are not done again"
 
