@@ -184,18 +184,16 @@ def told(outcome: Outcome) -> str:
     """What to print."""
     seconds = sorted(outcome.seconds)
     said = [
-        f"{outcome.num_faults} faults in one run of {outcome.num_steps} steps; recovered from {len(seconds)}",
-        *(
-            [
-                f"seconds to the next step: median {median(seconds):.2f}, "
-                f"95 % {seconds[len(seconds) * 95 // 100]:.2f}, most {seconds[-1]:.2f}",
-                f"steps lost: {sum(outcome.lost)} in all, {max(outcome.lost)} at most",
-            ]
-            if seconds
-            else []
-        ),
-        f"weights at the end: {'those' if outcome.are_equal else 'NOT those'} of the run without a fault, bit for bit",
+        f"{outcome.num_faults} faults in one run of {outcome.num_steps} steps; recovered from {len(seconds)}"
     ]
+    if seconds:
+        said += [
+            f"seconds to the next step: median {median(seconds):.2f}, "
+            f"95 % {seconds[len(seconds) * 95 // 100]:.2f}, most {seconds[-1]:.2f}",
+            f"steps lost: {sum(outcome.lost)} in all, {max(outcome.lost)} at most",
+        ]
+    whose = "those" if outcome.are_equal else "NOT those"
+    said.append(f"weights at the end: {whose} of the run without a fault, bit for bit")
     rows = [
         [what, f"{values[0]:.0f}", f"{max(values):.0f}", f"{values[-1]:.0f}"]
         for what, values in _had(outcome.uses).items()

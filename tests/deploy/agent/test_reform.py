@@ -164,9 +164,16 @@ class Run:
         folder = self.agents.folder / "output"
         return folder if name == "n0" else folder / f"node{name[1:]}"
 
+    def history(self, name: str) -> list[dict[str, Any]]:
+        """What a node has written of its steps and evaluations."""
+        return [*map(json.loads, (self.output(name) / "metrics.jsonl").read_text().splitlines())]
+
+    def steps(self, name: str) -> list[int]:
+        """Those that it has written, in their order; twice what was done again."""
+        return [line["step"] for line in self.history(name) if "loss" in line]
+
     def losses(self, name: str) -> dict[int, float]:
-        lines = (self.output(name) / "metrics.jsonl").read_text().splitlines()
-        return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
+        return {line["step"]: line["loss"] for line in self.history(name) if "loss" in line}
 
     def result(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.output(name) / "result.json").read_text())
@@ -299,8 +306,7 @@ def test_who_is_a_step_behind_takes_the_state_of_the_others(
     assert run.result("n0")["resumed_from"] == "what rank 1 has kept in memory"
     for name in run.names:
         assert run.events(name, "workers-started")[1]["stayed"]
-        lines = [json.loads(line) for line in (run.output(name) / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
+        assert run.steps(name) == [*range(1, STEPS + 1)]
 
 
 @again_if_left_waiting
@@ -413,8 +419,7 @@ def test_over_nccl_no_step_is_lost_either(
     for name in ("n0", "n2"):
         assert run.events(name, "workers-started")[1]["stayed"]
         assert run.pids_of_all_attempts(name) == {*before[name]}
-        lines = [json.loads(line) for line in (run.output(name) / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines if "loss" in line] == [*range(1, STEPS + 1)]
+        assert run.steps(name) == [*range(1, STEPS + 1)]
     assert "in memory" in run.result("n0")["resumed_from"]
 
 
@@ -491,8 +496,7 @@ def test_a_rank_is_lost_when_some_have_ended_an_evaluation_and_some_have_not(
         first, second = run.events(name, "workers-started")
         assert second["stayed"]
         assert second["workers"] == first["workers"]
-        lines = [json.loads(line) for line in (run.output(name) / "metrics.jsonl").read_text().splitlines()]
-        measured = [line["step"] for line in lines if "test" in line]
+        measured = [line["step"] for line in run.history(name) if "test" in line]
         assert measured == sorted({*range(23, 70, 23), *(range(8, 70, 8) if evaluates else ())})
 
 
