@@ -54,23 +54,22 @@ def train(world: World, stop: Stop) -> int:
     times = {"first_line": first_line, "imported": imported, "joined": joined, "resumed": time.time()}
     say(**where, pid=os.getpid(), step=step, **times)
     torch.manual_seed(1 + world.rank)
-    with EmergencySave(snapshots, world, model.state_dict, step=step) as emergency:
-        while True:
-            begin = time.time()
-            loss = nn.functional.cross_entropy(trained(torch.randn(32, 64)), torch.randint(10, (32,)))
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-            with emergency.update(step + 1):
-                optimizer.step()
-            step += 1
-            say(**where, step=step, time=time.time())
-            stops = emergency.stops(stop.requested)
-            if writes and (stops or step % SNAPSHOT_EVERY == 0):
-                snapshots.save_async(model.state_dict(), step=step, world_size=world.world_size)
-            if stops:
-                snapshots.wait()
-                return stop.exit_code
-            time.sleep(max(0.0, begin + STEP_S - time.time()))
+    emergency = EmergencySave(snapshots, world, model.state_dict, lambda: step, optimizer)
+    while True:
+        begin = time.time()
+        loss = nn.functional.cross_entropy(trained(torch.randn(32, 64)), torch.randint(10, (32,)))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        optimizer.step()
+        step += 1
+        say(**where, step=step, time=time.time())
+        stops = emergency.stops(stop.requested)
+        if writes and (stops or step % SNAPSHOT_EVERY == 0):
+            snapshots.save_async(model.state_dict(), step=step, world_size=world.world_size)
+        if stops:
+            snapshots.wait()
+            return stop.exit_code
+        time.sleep(max(0.0, begin + STEP_S - time.time()))
 
 
 if __name__ == "__main__":

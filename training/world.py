@@ -99,6 +99,10 @@ class World:
     """Whether this process goes on in the next attempt when another rank is lost (see ``run_attempts``)."""
     kept: "Kept | None" = field(default=None, compare=False, repr=False)
     """What this process has kept of the attempt before."""
+    keep_on_error: "list[Callable[[BaseException], Kept | None]]" = field(
+        default_factory=list, compare=False, repr=False
+    )
+    """What an error may end, if it is that another rank is lost: each returns what it has of the last step."""
 
     @classmethod
     def from_env(
@@ -217,7 +221,13 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and (kept := self.kept_on(error)):
+            kept.save()
         self.close()
+
+    def kept_on(self, error: BaseException) -> "Kept | None":
+        """What a training loop of the user's has of its last step, if the error is that another rank is lost."""
+        return next(filter(None, (keep(error) for keep in self.keep_on_error)), None)
 
     def close(self, *, goes_on: bool = False) -> None:
         """Leave the process group; does nothing where there is none.
@@ -225,6 +235,7 @@ class World:
         Args:
             goes_on: whether this process is to join another one, and not to end.
         """
+        self.keep_on_error.clear()  # they refer to the model, for which another one may need the GPU's memory
         if self.messages is not None:
             self.messages.ignore()
         if not goes_on:

@@ -201,9 +201,10 @@ def test_every_program_that_is_shown_is_python(page: str) -> None:
 def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     python, environ = warm_python.program(), {**os.environ, **warm_python.environment()}
     # All steps take half a second: slower while a file is there, so that the job is not over before it is signalled.
-    page, before = titled("docs/snapshots.md", "train.py"), "                step += 1\n"
+    page = titled("docs/snapshots.md", "train.py")
+    before = "            step += 1  # last: now the step is done, and may be saved\n"
     assert page.count(before) == 1
-    held = "                __import__('time').sleep(0.05 * __import__('os').path.exists('hold'))\n"
+    held = "            __import__('time').sleep(0.05 * __import__('os').path.exists('hold'))\n"
     (tmp_path / "train.py").write_text(page.replace(before, before + held))
 
     def trained(folder: str, *argv: str) -> str:

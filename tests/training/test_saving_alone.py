@@ -24,7 +24,6 @@ from nodekit.training import rank, world
 from nodekit.training.group import connections
 from nodekit.training.loop import Loop
 from nodekit.training.options.arguments import parse
-from nodekit.training.process.kept import AttemptOver
 from nodekit.training.process.stop import Stop
 from nodekit.training.snapshots.emergency import EmergencySave, LastWholeStep
 from nodekit.training.snapshots.files import commit
@@ -249,36 +248,137 @@ def test_an_attempts_first_save_waits_for_the_last_one_of_the_attempt_before(
     assert len(list(earlier.folder.iterdir())) == 4
 
 
+LOST = RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
+
+
+class Script:
+    """A training loop of a user's: what an `EmergencySave` saves when it ends with an error."""
+
+    def __init__(self, world: World, folder: Path, *, step: int = 0) -> None:
+        self.step = step
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.emergency = EmergencySave(
+            Snapshots(folder), world, self.net.state_dict, lambda: self.step, self.optimizer, module=self.net
+        )
+
+    def forward(self) -> torch.Tensor:
+        loss: torch.Tensor = self.net(torch.randn(8, 2) + 5).sum()
+        return loss
+
+    def update(self) -> None:
+        self.forward().backward()
+        self.optimizer.step()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.update()
+            self.step += 1
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: each.clone() for name, each in self.net.state_dict().items()}
+
+
+def ended_by(error: Exception, train: Callable[[World], object]) -> None:
+    """Have a script do this, and then end with that error."""
+
+    def script() -> None:
+        with World.from_env({}) as alone:
+            train(alone)
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        script()
+    assert raised.value is error
+
+
+def loaded(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    found = Snapshots(folder).load()
+    assert found is not None
+    return found.manifest.step, found.state
+
+
+def test_a_script_that_loses_a_rank_saves_its_last_step(tmp_path: Path) -> None:
+    """As it was when the step ended: a forward pass has changed the batch norm's means since."""
+    before = {}
+
+    def train(alone: World) -> None:
+        script = Script(alone, tmp_path, step=4)
+        script.train(3)
+        before.update(script.weights)
+        script.forward()
+
+    ended_by(LOST, train)
+    step, state = loaded(tmp_path)
+    assert step == 7
+    assert all(torch.equal(before[name], state[name]) for name in before)
+
+
+def test_the_step_that_was_loaded_is_saved_before_there_is_another(tmp_path: Path) -> None:
+    ended_by(LOST, lambda alone: Script(alone, tmp_path, step=4))
+    assert loaded(tmp_path)[0] == 4
+
+
+def test_a_state_between_two_steps_is_not_saved(tmp_path: Path) -> None:
+    """The weights are updated, and the script has not come to what else belongs to the step."""
+
+    def train(alone: World) -> None:
+        script = Script(alone, tmp_path)
+        script.train(3)
+        script.update()
+
+    ended_by(LOST, train)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_saved_while_an_optimizer_is_at_work(tmp_path: Path) -> None:
+    """Another thread may ask then."""
+    found: list[int | None] = []
+    with World.from_env({}) as alone:
+        script = Script(alone, tmp_path)
+        script.train(2)
+        for each in script.net.parameters():
+            each.grad = torch.zeros_like(each)
+        script.optimizer.step(lambda: found.append(script.emergency._found()))
+        script.step += 1
+        found.append(script.emergency._found())
+    assert found == [None, 3]
+
+
+def test_an_error_of_the_scripts_own_saves_nothing(tmp_path: Path) -> None:
+    shapes = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    ended_by(shapes, lambda alone: Script(alone, tmp_path).train(3))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_that_outlives_an_attempt_is_left_alone(tmp_path: Path) -> None:
+    with World.from_env({}) as alone:
+        script = Script(alone, tmp_path)
+        script.train(1)
+        assert alone.kept_on(LOST)
+        script.emergency._updated_step = None
+        script.update()
+        assert script.emergency._updated_step is None
+    assert not alone.keep_on_error, "nor does the world keep the model"
+
+
 def test_a_state_that_cannot_be_made_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def state() -> object:
         raise KeyError("no such tensor")
 
-    def train(alone: World) -> None:
-        with EmergencySave(Snapshots(tmp_path), alone, state) as emergency:
-            with emergency.update(3):
-                pass
-            raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
-
-    with World.from_env({}) as alone, pytest.raises(RuntimeError, match="closed by peer"):
-        train(alone)
-    assert "step 3 was not saved by this rank alone: 'no such tensor'" in caplog.text
+    ended_by(LOST, lambda alone: EmergencySave(Snapshots(tmp_path), alone, state, lambda: 3))
+    assert "step 3 was not kept: 'no such tensor'" in caplog.text
 
 
 @pytest.mark.parametrize("may_stay", [True, False])
 def test_a_step_of_a_generation_that_is_over_is_for_the_next_one(tmp_path: Path, may_stay: bool) -> None:
     """A process that does not stay cannot give it to anyone: it may not save it."""
-
-    def train(alone: World) -> None:
-        with EmergencySave(Snapshots(tmp_path), alone, lambda: {"x": 1}) as emergency:
-            with emergency.update(3):
-                pass
-            raise Fenced(0, 1, str(tmp_path))
-
-    with World.from_env({}) as alone, pytest.raises(AttemptOver if may_stay else Fenced) as raised:
-        train(replace(alone, may_stay=may_stay))
-    if isinstance(raised.value, AttemptOver):
-        assert (raised.value.kept.state, raised.value.kept.age) == ({"x": 1}, (0, 3))
-        assert "its generation is over: waiting with step 3" in str(raised.value)
+    with World.from_env({}) as alone:
+        world = replace(alone, may_stay=may_stay)
+        EmergencySave(Snapshots(tmp_path), world, lambda: {"x": 1}, lambda: 3)
+        kept = world.kept_on(Fenced(0, 1, str(tmp_path)))
+    assert (kept and (kept.state, kept.age)) == (({"x": 1}, (0, 3)) if may_stay else None)
     assert not list(tmp_path.iterdir())
 
 

@@ -25,8 +25,8 @@ def run_attempts(
             ...  # model, DistributedDataParallel, optimizer, sampler, loader
             if found := newest_of_all(snapshots, world):
                 ...
-            with EmergencySave(snapshots, world, state, step=step) as emergency:
-                ...
+            emergency = EmergencySave(snapshots, world, state, lambda: step, optimizer)
+            ...
 
         sys.exit(run_attempts(train))
 
@@ -52,15 +52,17 @@ def run_attempts(
         except BaseException as error:
             if why := why_over(error):
                 world.leave_others()
-                kept = world.kept if world.kept is not None and world.kept.is_held else None
-                if kept is not None and world.may_stay and not stop.requested:
+                kept = world.kept_on(error)
+                if kept is None and world.kept is not None and world.kept.is_held:  # before the first step
+                    kept = world.kept
+                if kept is not None and world.may_stay:
                     # Who leaves no longer hears that another one is lost, nor answers.
                     world.stage(KEEPING, step=kept.age[1])
-                    log.warning("%s before the first step (%s)", why, error)
+                    log.warning("%s: waiting with step %d for the next attempt (%s)", why, kept.age[1], error)
                     return kept
                 saved = ""
                 if kept is not None and kept.save():  # else the step is lost where no other rank has it
-                    saved = f"; step {kept.age[1]}, which it had kept, is saved"
+                    saved = f"; step {kept.age[1]} is saved"
                 log.warning("%s, and this rank ends: %s%s", why, _why_it_ends(world, stop), saved)
             stop.end_within_grace(1)  # a peer that is gone may keep the process group from closing
             world.close()

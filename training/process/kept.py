@@ -50,9 +50,9 @@ def _is_released() -> bool:
 
 
 class AttemptOver(Exception):
-    """Ends the attempt of a training function that `run_attempts` calls again; let it through."""
+    """Another node comes in: ends the attempt of a function that `run_attempts` calls again; let it through."""
 
-    def __init__(self, kept: Kept, why: str) -> None:
+    def __init__(self, kept: Kept) -> None:
         """``kept`` is for the next attempt."""
-        super().__init__(f"{why}: waiting with step {kept.age[1]} for the next attempt")
+        super().__init__(f"another node comes in: waiting with step {kept.age[1]} for the next attempt")
         self.kept = kept

@@ -1,10 +1,8 @@
 """The snapshot that a rank saves by itself when it has lost another: it alone still has the newest step."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -93,15 +91,16 @@ class EmergencySave:
 
     ::
 
-        with EmergencySave(snapshots, world, state, step=step) as emergency:
-            for step in ...:
-                loss(...).backward()
-                with emergency.update(step):
-                    optimizer.step()
-                if emergency.stops(stop.requested):
-                    break
+        emergency = EmergencySave(snapshots, world, state, lambda: step, optimizer)
+        while step < total:
+            loss(...).backward()
+            optimizer.step()
+            step += 1
+            if emergency.stops(stop.requested):
+                break
 
-    Under `run_attempts` it keeps the step in memory instead, where this process may stay, and raises `AttemptOver`.
+    It does so where the error leaves the block of ``with world``, or a function that `run_attempts` calls: there it
+    keeps the step in memory instead, if this process may stay.
 
     For ranks that have all of the state, as with DistributedDataParallel: over gloo, and over NCCL by `run_attempts`.
     Without it, all steps since the newest snapshot are done again. Every rank that is left saves, unless its folder has
@@ -113,44 +112,43 @@ class EmergencySave:
         snapshots: Snapshots,
         world: World,
         state: Callable[[], Any],
-        *,
-        step: int | None = None,
+        step: Callable[[], int],
+        *optimizers: torch.optim.Optimizer,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """Nothing is saved yet.
+        """From here on, the state is that of a step, except while an optimizer updates it.
 
         Args:
             snapshots: of this rank's node, whichever rank of it saves otherwise.
             world: its process group must exist.
-            state: returns what ``snapshots.save`` is to get. It is called after an update, never during one.
-            step: the step that the state is of by now; None: it is not to be saved before the first update.
+            state: returns what ``snapshots.save`` is to get. It is called after a step, never during an update.
+            step: returns how many steps are done. After an update nothing is saved until it returns another number: so
+                change that last, after the sampler, the scheduler and what else belongs to a step.
+            optimizers: all that update the state.
             module: whose buffers (batch norm's means) are to be saved as they were after the update, and not as the
                 next forward pass has left them.
         """
-        self._snapshots, self._world, self._state = snapshots, world, state
+        world.settle()  # DistributedDataParallel may have sent rank 0's weights just now
+        self._snapshots, self._world, self._state, self._step = snapshots, world, state, step
         self._last = LastWholeStep(torch.nn.Module() if module is None else module)
+        self._last.is_done(step(), {})
+        self._last.next_begins()
+        self._updated_step: int | None = None  # what `step` returned at the last update
         self._listens = self._is_asked_to_pause = False
-        if step is not None:
-            world.settle()  # DistributedDataParallel may have sent rank 0's weights just now
-            self._is_done(step)
-
-    def __enter__(self) -> "EmergencySave":
-        self._world.keeps_when_lost(lambda: self._last.newest, self._save)
-        if self._last.newest is not None:
-            self._release()
-        return self
-
-    @contextmanager
-    def update(self, step: int) -> Iterator[None]:
-        """Around the optimizer's step, and all else that makes the state that of ``step``."""
-        self._world.settle()  # the gradients are whole
-        self._release()  # loading may have shared tensors with it
-        self._last.update_begins()
-        yield
-        self._is_done(step)
+        self._hooks = [
+            hook
+            for each in optimizers
+            for hook in (
+                each.register_step_pre_hook(self._update_begins),
+                each.register_step_post_hook(self._update_ends),
+            )
+        ]
+        world.keep_on_error.append(self._keep_on_error)
+        world.keeps_when_lost(step, self._save)
+        self._release()
 
     def stops(self, requested: bool) -> bool:
-        """Whether a stop is requested on any rank; all ranks call it, after each update or after every few.
+        """Whether a stop is requested on any rank; all ranks call it, after each step or after every few.
 
         Raises:
             AttemptOver: on all ranks, if another node comes in, and none of them is to stop.
@@ -161,44 +159,46 @@ class EmergencySave:
         flags = torch.tensor([float(requested), float(self._is_asked_to_pause)], device=self._world.device)
         stops, pauses = self._world.start_sum(flags)()
         if pauses and not stops:
-            step = self._last.found()
-            assert step is not None, "all ranks ask after an update, and not within one"
+            step = self._found()
+            assert step is not None, "all ranks ask after a step, and not within one"
             kept = self._kept(step)
             kept.has_paused = True
-            raise AttemptOver(kept, "another node comes in")
+            raise AttemptOver(kept)
         return bool(stops)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, AttemptOver) or not (why := why_over(error)) or not self._world.keeps_steps:
-            return
+    def _update_begins(self, *_: object) -> None:
+        self._world.settle()  # the gradients are whole
+        self._release()  # loading may have shared tensors with it
+        self._last.update_begins()
+
+    def _update_ends(self, *_: object) -> None:
+        self._updated_step = self._step()
+        self._last.is_done(self._updated_step, {})
+        self._last.next_begins()
+
+    def _found(self) -> int | None:
+        """The last step, with the buffers as they were then; None while the state is of no step."""
+        step = self._step()
+        return None if self._last.found() is None or step == self._updated_step else step
+
+    def _keep_on_error(self, error: BaseException) -> Kept | None:
+        """The last step, if the error is that another rank is lost."""
+        if not why_over(error) or not self._world.keeps_steps:
+            return None
         if isinstance(error, Fenced) and not self._world.may_stay:
-            return  # this generation can save nothing any more
+            return None  # this generation can save nothing any more
         self._world.leave_others()
-        if not self._world.may_stay:
-            self._save()
-            return
-        if (step := self._last.found()) is None:
-            return
+        if (step := self._found()) is None:
+            return None
         try:
-            kept = self._kept(step)
+            return self._kept(step)
         except Exception as unmade:  # the one that has led here is the one to be raised
             log.warning("step %d was not kept: %s", step, unmade)
-            return
-        # Who leaves no longer hears that another one is lost, nor answers.
-        self._world.stage(KEEPING, step=step)
-        over = AttemptOver(kept, why)
-        log.warning("%s (%s)", over, error)
-        raise over from error
+            return None
 
     def _save(self) -> None:
-        if (step := self._last.found()) is not None:
+        if (step := self._found()) is not None:
             save_alone(self._snapshots, self._world, self._state, step=step)
-
-    def _is_done(self, step: int) -> None:
-        self._last.is_done(step, {})
-        self._last.next_begins()
 
     def _release(self) -> None:
         if self._world.kept is not None:
@@ -206,9 +206,11 @@ class EmergencySave:
 
     def _ask_to_pause(self) -> None:
         self._is_asked_to_pause = True
-        self._world.stage(PAUSING, step=self._last.newest)
+        self._world.stage(PAUSING, step=self._step())
 
     def _kept(self, step: int) -> Kept:
+        for each in self._hooks:  # the optimizer may be of the next attempt as well
+            each.remove()
         state, attempt = off_the_gpu(self._state(), self._world.device), self._snapshots.attempt
         return Kept(
             state,

@@ -22,7 +22,7 @@ JOB = """
 import glob, os, runpy, signal, time
 import torch.distributed as dist
 from nodekit.training import Snapshots
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 updates = 0
 
@@ -35,10 +35,13 @@ def slow(*_):
             time.sleep(0.01)  # it is written beside the steps
         os.unlink(f"kill{os.environ['RANK']}")
         os.kill(os.getpid(), signal.SIGKILL)  # within an update
+
+def meet(*_):
     if os.path.exists("together"):
-        dist.barrier()
+        dist.barrier()  # the weights are new, and the step is not over
 
 register_optimizer_step_pre_hook(slow)
+register_optimizer_step_post_hook(meet)
 save = Snapshots.save_async
 # Nothing is on a disk before the last step, or step 20.
 saved = (20, 192) if os.path.exists("together") else (192,)
