@@ -15,6 +15,8 @@ def imports_of(options: Options) -> list[str]:
     own = ["torch._dynamo", f"nodekit.training.engines.{options.engine}"]
     if options.task in BUILT_IN:
         own.append(BUILT_IN[options.task].partition(":")[0])
+    if options.is_sharded:
+        own.append("nodekit.training.snapshots.sharded")
     return [*own, *ENGINES[options.engine].imports, *IMPORTS.get(options.task, ())]
 
 

@@ -75,7 +75,7 @@ class Loop:
         optimizer = self._make_model()
         self.sampler, self.loader = load_training_data(options, world, task)
         rng.seed_all(options.seed, rank=1 + world.rank)
-        self.is_sharded = options.snapshot_format == "sharded"
+        self.is_sharded = options.is_sharded
         world.stage("looking for the newest snapshot")
         snapshots, writes = open_snapshots(folder, options, world)
         found = newest_of_all(snapshots, world, writes=writes, is_mapped=True)
@@ -538,7 +538,7 @@ class Loop:
                 self.world.messages.when("pause", self._ask_to_pause)
 
     def _state(self) -> State:
-        """What a snapshot has; with --snapshot-format sharded, this rank's part of the tensors."""
+        """What a snapshot has; of a sharded one, this rank's part of the tensors."""
         return {
             **(cast(ShardedEngine, self.engine).shards() if self.is_sharded else self.engine.state()),
             "sampler": self.sampler.state_dict(),

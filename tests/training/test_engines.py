@@ -510,7 +510,7 @@ deepspeed.initialize = initialize
 
 
 def test_tied_weights_stay_tied_and_are_saved_once(tmp_path: Path) -> None:
-    ways = [["--engine", "fsdp", "--snapshot-format", "sharded"], ["--engine", "fsdp"],
+    ways = [["--engine", "fsdp", "--snapshot-format", "sharded"], ["--engine", "fsdp", "--snapshot-format", "whole"],
             ["--engine", "deepspeed", "--zero", "3"], ["--engine", "deepspeed", "--zero", "2"]]  # fmt: skip
     turns = [(tmp_path / "all", ["--epochs", str(epoch), *way]) for epoch, way in enumerate(ways, 1)]
     said = in_turns(tmp_path, TIED, [(tmp_path / "ddp", ["--epochs", str(len(ways))]), *turns])

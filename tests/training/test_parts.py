@@ -27,13 +27,16 @@ from pathlib import Path
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from nodekit.training import Snapshots, World, newest_of_all
-from nodekit.training.snapshots import parts, peers
+from nodekit.training.snapshots import parts, peers, sharded
 from nodekit.training.snapshots.files import commit
 from nodekit.training.snapshots.sharded import ShardedSnapshots
 from nodekit.training.snapshots.files.shards import files_of, read_into
 peers._CHUNK_BYTES, commit.RETRY_S = 1000, 0.3
 logging.basicConfig()
 fault, verify, place, read_part = os.environ.get("FAULT"), parts.verify, commit.place, peers.read_part
+sync = commit.sync
+if "HOSTS" in os.environ:
+    sharded.gethostname = lambda: "host" + os.environ["GROUP_RANK"]
 
 def verified(folder, manifest, name):
     if (folder / "cannot be read").exists():
@@ -52,6 +55,14 @@ def read(part, path, start):
     if fault == "copy" and "s000000003" in str(path) and start:
         die()
     read_part(part, path, start)
+
+def synced(path):
+    if "s000000003" in str(path):
+        if fault == "sync":
+            die()
+        if fault == "disk":
+            raise OSError(5, "Input/output error", str(path))
+    sync(path)
 
 def state(step, mesh):
     weight = distribute_tensor(torch.arange(2100.0).reshape(700, 3) + step, mesh, [Shard(0)])
@@ -79,7 +90,7 @@ def load(found, mesh):
 with World.from_env() as world:
     mesh = init_device_mesh("cpu", (world.world_size,))
     if world.rank == 2:
-        parts.verify, commit.place, peers.read_part = verified, placed, read
+        parts.verify, commit.place, peers.read_part, sharded.sync = verified, placed, read, synced
     for scenario in sorted(Path(sys.argv[2]).iterdir()):
         snapshots = Snapshots(scenario / f"node{world.node_rank}", generation=0, leave_shards="WHOLE" not in os.environ)
         said = {"scenario": scenario.name}
@@ -191,15 +202,22 @@ def outcome(base: Path) -> tuple[Path, dict[str, list[dict[str, Any]]], str]:
     path = part(scenario("a copy cannot be written")[1], "__1_0")
     path.unlink()
     path.mkdir()
-    for fault in ("copy", "manifest"):
-        (folder.parent / fault / f"killed: {fault}").mkdir(parents=True)
-        run(folder.parent / "program.py", "save", folder.parent / fault, NODES, code=None, FAULT=fault)
-        killed = folder.parent / fault / f"killed: {fault}/node1"
-        assert [files(killed, 3) == set(), [each.step for each in Snapshots(killed).manifests()]] == [
-            False,
-            [2, 1],
-        ]
-        shutil.move(folder.parent / fault / f"killed: {fault}", folder)
+    for name, fault, extra in (
+        ("killed: copy", "copy", {}),
+        ("killed: manifest", "manifest", {}),
+        ("killed: sync", "sync", {}),
+        ("killed: sync, two hosts", "sync", {"HOSTS": 1}),
+    ):
+        killed = folder.parent / "killed" / name
+        killed.mkdir(parents=True)
+        run(folder.parent / "program.py", "save", killed.parent, NODES, code=None, FAULT=fault, **extra)
+        assert files(killed / "node1", 3)
+        committed = [each.step for each in Snapshots(killed / "node1").manifests()]
+        assert committed == ([3, 2, 1] if extra else [2, 1])
+        shutil.move(killed, folder)
+    shutil.copytree(folder / "killed: sync, two hosts", folder / "both hosts lost their power then")
+    for path in (folder / "both hosts lost their power then").rglob("*s000000003-*.dcp/*.distcp"):
+        path.write_bytes(b"")
     said, outputs = run(folder.parent / "program.py", "load", folder, NODES)
     assert {name: len(ranks) for name, ranks in said.items()} == {each.name: 4 for each in folder.iterdir()}
     return folder, said, "".join(outputs)
@@ -234,6 +252,9 @@ def test_every_part_is_on_two_nodes_and_no_node_has_all(base: Path) -> None:
         ("a copy cannot be written", 3),
         ("killed: copy", 2),
         ("killed: manifest", 3),
+        ("killed: sync", 2),
+        ("killed: sync, two hosts", 3),
+        ("both hosts lost their power then", 2),
     ],
 )
 def test_the_newest_of_which_all_parts_are_left_is_found(outcome: Outcome, name: str, step: int) -> None:
@@ -246,6 +267,23 @@ def test_the_newest_of_which_all_parts_are_left_is_found(outcome: Outcome, name:
     manifest = f"g0000-s{step:09d}.json"
     assert len({(node / manifest).read_text() for node in nodes}) == 1
     assert not list((folder / name).rglob(".tmp-*")) or name.startswith("killed")
+
+
+def test_a_disk_that_fails_after_a_snapshot_counts_costs_none(base: Path, tmp_path: Path) -> None:
+    """It is in the memory of two hosts, and those before it are kept, also beyond ``keep``."""
+    (tmp_path / "disk").mkdir()
+    program = base.parent.parent / "program.py"
+    said, outputs = run(program, "save", tmp_path, NODES, FAULT="disk", HOSTS=1)
+    assert [each["saved"] for each in said["disk"]] == [[True, True, False]] * 4
+    for output in outputs:
+        assert re.search(
+            r"no snapshot of step 3 .*: it is in the memory of two hosts, and on no disk", output
+        )
+    for number in range(3):
+        steps = [each.step for each in Snapshots(tmp_path / f"disk/node{number}").manifests()]
+        assert steps == [3, 2, 1]
+    said, _ = run(program, "load", tmp_path, NODES)
+    assert [(rank["step"], rank["is right"]) for rank in said["disk"]] == [(3, True)] * 4
 
 
 def test_only_what_ranks_read_is_sent(outcome: Outcome) -> None:

@@ -327,7 +327,7 @@ def test_all_parts_are_on_the_disk_before_the_manifest_names_them(
     (folder,) = tmp_path.glob("*.dcp")
     *before, manifest, its_name = on_disk
     assert (manifest[:5], its_name) == (".tmp-", tmp_path.name)
-    assert {"__0_0.distcp", ".metadata.tmp", folder.name, tmp_path.name} <= set(before)
+    assert {"__0_0.distcp", ".metadata", "rest.pt", folder.name, tmp_path.name} <= set(before)
 
 
 def replace_metadata(snapshots: Path, pickled: object) -> None:

@@ -333,10 +333,10 @@ class Options:
     """None for auto."""
     keep: int = _kept(2, "snapshots to keep, 2 or more", type=values.whole(2), metavar="N")
     snapshot_format: str = _kept(
-        "whole",
+        "auto",
         "for fsdp: sharded is a file from each rank, by torch.distributed.checkpoint, kept on its node and the next "
-        "one where nodes have no folder in common",
-        choices=["whole", "sharded"],
+        "one where nodes have no folder in common; whole is all of the state on each node; auto is sharded",
+        choices=["auto", "whole", "sharded"],
         without=_all_but("fsdp", "has no shards"),
     )
 
@@ -361,6 +361,11 @@ class Options:
     def local_steps(self) -> int | None:
         """Steps from one average of the weights to the next with ``--local-sgd`` or ``--diloco``; None without."""
         return self.local_sgd or self.diloco
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank saves its own part of a snapshot."""
+        return self.engine == "fsdp" and self.snapshot_format != "whole"
 
     def largest_micro_batch(self, world_size: int) -> int | None:
         """Most samples a rank computes at once, by ``--micro-batch`` or ``--accumulate``; None for no limit."""

@@ -25,7 +25,7 @@ def open_snapshots(folder: Path, options: Options, world: World) -> tuple[Snapsh
         world.snapshot_dir or folder / "snapshots", keep=options.keep, generation=world.generation,
         leave_shards=options.engine == "fsdp", allow_nan=True,  # the weights are looked at on the device
     )  # fmt: skip
-    if options.snapshot_format == "sharded":
+    if options.is_sharded:
         from nodekit.training.snapshots.sharded import ShardedSnapshots  # takes half a second to import
 
         sharded = ShardedSnapshots(snapshots, world)

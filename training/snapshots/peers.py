@@ -69,17 +69,18 @@ class Peers:
             raise OSError("; ".join(problems))
         return [value for value, _ in parts]
 
-    def send_files(self, folder: Path, transfers: Sequence[Transfer]) -> None:
+    def send_files(self, folder: Path, transfers: Sequence[Transfer], *, syncs: bool = True) -> None:
         """Send files of ``folder`` to ranks that write them to theirs, in chunks; all ranks name the same transfers.
 
-        A rank that cannot read or write takes part all the same, since the others wait for it.
+        A rank that cannot read or write takes part all the same, since the others wait for it. ``syncs`` is whether
+        what has arrived is on the disk when this returns.
 
         Raises:
             OSError: a file for this rank did not arrive whole, or could not be written.
         """
         problems: list[str] = []
         for outgoing, incoming in _turns(transfers, self._rank):
-            with _arriving(folder, incoming, problems) if incoming else nullcontext() as file:
+            with _arriving(folder, incoming, problems, syncs) if incoming else nullcontext() as file:
                 self._send_and_receive(folder, outgoing, incoming, file)
         if problems:
             raise OSError("; ".join(problems))
@@ -154,7 +155,7 @@ def _turns(transfers: Sequence[Transfer], rank: int) -> Iterator[tuple[Transfer 
 
 
 @contextmanager
-def _arriving(folder: Path, transfer: Transfer, problems: list[str]) -> Iterator[HashingFile]:
+def _arriving(folder: Path, transfer: Transfer, problems: list[str], syncs: bool) -> Iterator[HashingFile]:
     """A file that is placed in ``folder`` at the block's end, if it is what was announced. Writing never raises."""
     with ExitStack() as stack:
         try:
@@ -169,7 +170,7 @@ def _arriving(folder: Path, transfer: Transfer, problems: list[str]) -> Iterator
             payload.finish()
             if payload.sha256 != transfer.sha256:
                 raise OSError(f"rank {transfer.source} has sent something else than it had announced")
-            place(temporary, file, transfer.name)
+            place(temporary, file, transfer.name, syncs=syncs)
         except OSError as error:
             problems.append(f"{folder / transfer.name}: {error}")
 

@@ -1,6 +1,9 @@
 """Saving sharded snapshots: every rank writes its own part, one rank commits them, and none holds the full state.
 
 Where nodes have folders of their own, each part is also written to the next node's, and one rank of each node commits.
+When each part is in the memory of two hosts, as what has been written to a file is, the snapshot counts: any one host
+may be lost from then on. It is synced to their disks afterwards, and the snapshots before it are kept until then.
+
 The saving threads use a process group of their own, so that the loop waits for the copy to host memory only. If one
 rank cannot save its part, no manifest is written: all ranks count a failed save and go on.
 """
@@ -23,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from nodekit.training.snapshots.exchange import lowest_seen
-from nodekit.training.snapshots.files.commit import HashingFile, place, sync_folder, written_beside
+from nodekit.training.snapshots.files.commit import HashingFile, place, sync, sync_folder, written_beside
 from nodekit.training.snapshots.files.manifest import Manifest, stem_of
 from nodekit.training.snapshots.files.shards import METADATA, REST, flat, rest, shapes
 from nodekit.training.snapshots.parts import keepers, transfers
@@ -71,8 +74,14 @@ class ShardedSnapshots(Snapshots):
         self._committers = sorted(set(places))
         self.commits = world.rank in self._committers
         """Whether this rank writes the manifest."""
+        self._rank = world.rank
         self._leads = world.rank == self._leader
-        self._keepers = keepers(places, [host for *_, host in said])
+        hosts = [host for *_, host in said]
+        self._keepers = keepers(places, hosts)
+        self._is_on_two_hosts = all(
+            keeper is not None and hosts[keeper] != host
+            for keeper, host in zip(self._keepers, hosts, strict=True)
+        )
         self._nodes = [said[place][1] for place in places]  # by rank
         self.peers = Peers(world)
         self._mesh = init_device_mesh("cpu", (world.world_size,))
@@ -119,7 +128,7 @@ class ShardedSnapshots(Snapshots):
         writer = FileSystemWriter(folder, sync_files=False)
         # What all ranks have goes to one file: a node then reads that one, beside its own, and not all.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        writer.fs = files = _Files()  # which syncs its files: DCP would sync the whole machine
+        writer.fs = files = _Files()
         writer.set_up_storage_writer(self._leads)
         planner.set_up_planner(tensors, is_coordinator=self._leads)
         own = together(lambda: writer.prepare_local_plan(planner.create_local_plan()))
@@ -138,17 +147,39 @@ class ShardedSnapshots(Snapshots):
 
         manifest = together(finish)[self._leader]
         assert manifest
+        written_here = [folder / name for name in files.written]
         if len(self._committers) > 1:
-            together(partial(self._send_copies, folder, manifest, parts))
-
-        def announce() -> None:
-            if self.commits:
-                sync_folder(folder)
-                sync_folder(self.folder)
-                self._announce(manifest)
-
-        together(announce)
+            written_here += together(partial(self._send_copies, folder, manifest, parts))[self._rank]
+        if self._is_on_two_hosts:
+            self._announce_in_memory(manifest, written_here)
+        else:
+            together(partial(self._sync, written_here))
+            together(partial(self._announce_here, manifest, syncs=True))
+        if self.commits:
+            self._prune(manifest)
         return manifest
+
+    def _announce_in_memory(self, manifest: Manifest, written_here: Sequence[Path]) -> None:
+        """Have a snapshot count before it is on the disks."""
+        self.peers.together(partial(self._announce_here, manifest, syncs=False))
+        own_manifest = [self.folder / manifest.name] if self.commits else []
+        try:
+            self.peers.together(partial(self._sync, [*written_here, *own_manifest]))
+        except OSError as error:
+            raise OSError(f"it is in the memory of two hosts, and on no disk: {error}") from error
+
+    def _announce_here(self, manifest: Manifest, *, syncs: bool) -> None:
+        if self.commits:
+            self._announce(manifest, syncs=syncs)
+
+    def _sync(self, written: Sequence[Path]) -> None:
+        """Have what this rank has written on its disk: a file server may know nothing of what another rank has."""
+        for path in written:
+            sync(path)
+        for folder in {path.parent for path in written}:
+            sync_folder(folder)
+        if self.commits:
+            sync_folder(self.folder)
 
     def _begin(self, step: int, lock: ExitStack) -> str:
         """A name for the folder of the snapshot's files, if this rank's node may save; ``lock`` gets its lock."""
@@ -161,7 +192,7 @@ class ShardedSnapshots(Snapshots):
         shapes(folder)  # if it cannot be loaded, fail now
         with written_beside(folder) as (temporary, file):
             payload = self._write(others, file, temporary)
-            place(temporary, file, REST)  # which also syncs the names of all files
+            place(temporary, file, REST, syncs=False)
         files.written[REST] = payload.sha256, payload.size_bytes
 
     def _manifest_of(
@@ -178,8 +209,8 @@ class ShardedSnapshots(Snapshots):
                 )
         return manifest
 
-    def _send_copies(self, folder: Path, manifest: Manifest, parts: Sequence[Written]) -> None:
-        """Send each rank's part to its keeper, and what all need to all that commit."""
+    def _send_copies(self, folder: Path, manifest: Manifest, parts: Sequence[Written]) -> list[Path]:
+        """Send each rank's part to its keeper, and what all need to all that commit; what this rank has received."""
         holders = {name: [rank] for rank, names in enumerate(parts) for name in names}
         wanted: dict[int, set[str]] = {
             rank: {METADATA, REST} if rank in self._committers else set() for rank in range(len(parts))
@@ -189,7 +220,9 @@ class ShardedSnapshots(Snapshots):
             assert keeper is not None
             wanted[keeper] |= names.keys()
         common = {METADATA: [self._leader], REST: [self._leader]}
-        self.peers.send_files(folder, transfers(manifest, holders | common, wanted))
+        sent = transfers(manifest, holders | common, wanted)
+        self.peers.send_files(folder, sent, syncs=False)
+        return [folder / each.name for each in sent if each.target == self._rank]
 
 
 class _Stream(HashingFile):
@@ -201,7 +234,7 @@ class _Stream(HashingFile):
 
 
 class _Files(FileSystem):
-    """DCP's file system, with files that only their owner can read, that are synced, and hashed while written."""
+    """DCP's file system, with files that only their owner can read, and that are hashed while they are written."""
 
     def __init__(self) -> None:
         self.written: Written = {}
@@ -213,7 +246,6 @@ class _Files(FileSystem):
             stream = _Stream(file)
             yield cast(io.IOBase, stream)
             stream.finish()
-            os.fsync(file.fileno())
         self.written[Path(path).name] = stream.sha256, stream.size_bytes
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:

@@ -337,6 +337,7 @@ class Snapshots:
                 with commit.locked(self.folder):
                     commit.sync_folder(self.folder)
                     self._announce(manifest)
+                    self._prune(manifest)
 
     def reject(self, name: str, error: Exception) -> None:
         """Log why a snapshot is skipped; a damaged one is removed at the next save."""
@@ -434,9 +435,10 @@ class Snapshots:
         """Commit a payload."""
         commit.place(payload, file, manifest.payload)
         self._announce(manifest)
+        self._prune(manifest)
 
-    def _announce(self, manifest: Manifest) -> None:
-        """Write the manifest of a payload on the disk, if this generation still may, and remove old snapshots.
+    def _announce(self, manifest: Manifest, *, syncs: bool = True) -> None:
+        """Write the manifest of a payload, if this generation still may: from here on the snapshot counts.
 
         The folder is locked, so that nothing in it is of another save.
         """
@@ -444,9 +446,9 @@ class Snapshots:
         self.fence.raise_to(generation)
         with commit.written_beside(self.folder) as (temporary, beside):
             beside.write(manifest.to_json().encode())
-            commit.place(temporary, beside, manifest.name, last_word=partial(self.fence.check, generation))
+            may_still = partial(self.fence.check, generation)
+            commit.place(temporary, beside, manifest.name, syncs=syncs, last_word=may_still)
         self._damaged.discard(manifest.name)
-        self._prune(manifest)
 
     def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
         """Check once that the payload loads with ``weights_only``: else saving must fail now, not loading later."""

@@ -122,18 +122,39 @@ def written_beside(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 def place(
-    temporary: Path, file: BinaryIO, name: str, *, last_word: Callable[[], None] = lambda: None
+    temporary: Path,
+    file: BinaryIO,
+    name: str,
+    *,
+    syncs: bool = True,
+    last_word: Callable[[], None] = lambda: None,
 ) -> None:
-    """Sync the file and rename it to ``name``, in the same folder.
+    """Rename the file to ``name``, in the same folder.
 
-    ``last_word`` is called right before the renaming, and may raise to prevent it.
+    Args:
+        temporary: where it is.
+        file: the same, open.
+        name: new, or that of a file that it replaces.
+        syncs: the file before that, and its name afterwards.
+        last_word: called right before the renaming; may raise to prevent it.
     """
     file.flush()
-    os.fsync(file.fileno())
+    if syncs:
+        os.fsync(file.fileno())
     file.close()  # Windows renames no open file
     last_word()
     temporary.replace(temporary.with_name(name))
-    sync_folder(temporary.parent)
+    if syncs:
+        sync_folder(temporary.parent)
+
+
+def sync(path: Path) -> None:
+    """Sync a file that this process has written and closed."""
+    file_fd = os.open(path, os.O_RDWR)  # Windows syncs no file that is open for reading alone
+    try:
+        os.fsync(file_fd)
+    finally:
+        os.close(file_fd)
 
 
 def sync_folder(folder: Path) -> None:
