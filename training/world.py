@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +19,10 @@ from nodekit.training.group.agent_messages import AgentMessages, messages_from
 from nodekit.training.group.collectives import gather_objects, start_sum
 from nodekit.training.group.initmethod import InitMethod
 from nodekit.training.process import devices
+from nodekit.training.process.stop import Stop
 
 if TYPE_CHECKING:
-    from nodekit.training.process.kept import Kept
+    from nodekit.training.process.kept import HasLastStep, Kept
 
 log = logging.getLogger("nodekit.training")
 
@@ -99,10 +101,8 @@ class World:
     """Whether this process goes on in the next attempt when another rank is lost (see ``run_attempts``)."""
     kept: "Kept | None" = field(default=None, compare=False, repr=False)
     """What this process has kept of the attempt before."""
-    keep_on_error: "list[Callable[[BaseException], Kept | None]]" = field(
-        default_factory=list, compare=False, repr=False
-    )
-    """What an error may end, if it is that another rank is lost: each returns what it has of the last step."""
+    last_steps: "list[HasLastStep]" = field(default_factory=list, compare=False, repr=False)
+    """Asked for the last step when an error ends the training: the newest `EmergencySave`."""
 
     @classmethod
     def from_env(
@@ -221,13 +221,19 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and (kept := self.kept_on(error)):
+        if error is None or (kept := self.kept_on(error)) is None:
+            self.close()
+            return
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        with (
+            Stop() if is_main_thread else nullcontext()
+        ):  # torchrun ends ranks that have lost another by SIGTERM
             kept.save()
-        self.close()
+            self.close()
 
     def kept_on(self, error: BaseException) -> "Kept | None":
-        """What a training loop of the user's has of its last step, if the error is that another rank is lost."""
-        return next(filter(None, (keep(error) for keep in self.keep_on_error)), None)
+        """The last step of a training loop of the user's, if the error is that another rank is lost."""
+        return next(filter(None, (each.keep(error) for each in self.last_steps)), None)
 
     def close(self, *, goes_on: bool = False) -> None:
         """Leave the process group; does nothing where there is none.
@@ -235,7 +241,9 @@ class World:
         Args:
             goes_on: whether this process is to join another one, and not to end.
         """
-        self.keep_on_error.clear()  # they refer to the model, for which another one may need the GPU's memory
+        for each in self.last_steps:
+            each.close()
+        self.last_steps.clear()  # they refer to the model, and the next one may need its memory
         if self.messages is not None:
             self.messages.ignore()
         if not goes_on:

@@ -57,11 +57,10 @@ def read(part, path, start):
     read_part(part, path, start)
 
 def synced(path):
-    if "s000000003" in str(path):
-        if fault == "sync":
-            die()
-        if fault == "disk":
-            raise OSError(5, "Input/output error", str(path))
+    if fault == "sync" and "s000000003" in str(path) or fault == "first":
+        die()
+    if fault == "disk" and any(f"s00000000{step}" in str(path) for step in (3, 4, 5)):
+        raise OSError(5, "Input/output error", str(path))
     sync(path)
 
 def state(step, mesh):
@@ -96,7 +95,8 @@ with World.from_env() as world:
         said = {"scenario": scenario.name}
         if sys.argv[1] == "save":
             snapshots = ShardedSnapshots(snapshots, world)
-            said["saved"] = [snapshots.save(state(step, mesh), step=step) is not None for step in (1, 2, 3)]
+            steps = range(1, 1 + int(os.environ.get("STEPS", 3)))
+            said["saved"] = [snapshots.save(state(step, mesh), step=step) is not None for step in steps]
         else:
             try:
                 found = newest_of_all(snapshots, world)
@@ -270,20 +270,40 @@ def test_the_newest_of_which_all_parts_are_left_is_found(outcome: Outcome, name:
 
 
 def test_a_disk_that_fails_after_a_snapshot_counts_costs_none(base: Path, tmp_path: Path) -> None:
-    """It is in the memory of two hosts, and those before it are kept, also beyond ``keep``."""
+    """It is in the memory of two hosts, and those on the disks are kept beside it; it counts for none of these."""
     (tmp_path / "disk").mkdir()
     program = base.parent.parent / "program.py"
     said, outputs = run(program, "save", tmp_path, NODES, FAULT="disk", HOSTS=1)
     assert [each["saved"] for each in said["disk"]] == [[True, True, False]] * 4
     for output in outputs:
         assert re.search(
-            r"no snapshot of step 3 .*: it is in the memory of two hosts, and on no disk", output
+            r"no snapshot of step 3 .*: it is in the memory of two hosts, and not on all", output
         )
-    for number in range(3):
-        steps = [each.step for each in Snapshots(tmp_path / f"disk/node{number}").manifests()]
-        assert steps == [3, 2, 1]
+    nodes = [Snapshots(tmp_path / f"disk/node{number}") for number in range(3)]
+    assert [[each.step for each in node.manifests()] for node in nodes] == [[3, 2, 1]] * 3
     said, _ = run(program, "load", tmp_path, NODES)
     assert [(rank["step"], rank["is right"]) for rank in said["disk"]] == [(3, True)] * 4
+
+
+def test_a_disk_that_goes_on_failing_is_not_filled(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    program = base.parent.parent / "program.py"
+    said, _ = run(program, "save", tmp_path, NODES, FAULT="disk", STEPS=6, HOSTS=1)
+    saved = [True, True, False, False, False, True]
+    assert [each["saved"] for each in said["disk"]] == [saved] * 4
+    for number in range(3):
+        node = Snapshots(tmp_path / f"disk/node{number}")
+        assert [each.step for each in node.manifests()] == [6, 2], "none of those that failed"
+        assert len(list(node.folder.iterdir())) == 4
+
+
+def test_the_first_snapshot_counts_when_it_is_on_the_disks(base: Path, tmp_path: Path) -> None:
+    """If all hosts lost their power before, the run would have no snapshot, and be known to have had one."""
+    (tmp_path / "killed").mkdir()
+    program = base.parent.parent / "program.py"
+    run(program, "save", tmp_path, NODES, code=None, FAULT="first", HOSTS=1)
+    assert files(tmp_path / "killed/node1", 1)
+    assert not Snapshots(tmp_path / "killed/node1").manifests()
 
 
 def test_only_what_ranks_read_is_sent(outcome: Outcome) -> None:

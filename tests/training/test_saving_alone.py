@@ -332,6 +332,35 @@ def test_a_state_between_two_steps_is_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_nor_is_one_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+    """A script that counts micro-batches has a part of the next update's gradients."""
+
+    def train(alone: World) -> None:
+        script = Script(alone, tmp_path)
+        for _ in range(3):
+            script.forward().backward()
+            script.step += 1
+            script.train(1)
+        script.forward().backward()
+        script.step += 1
+
+    ended_by(LOST, train)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_script_whose_steps_are_never_counted_right_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with World.from_env({}) as alone:
+        script = Script(alone, tmp_path)
+        for step in range(30):
+            script.update()
+            assert not caplog.text or step >= 20, "a gradient scaler may leave an update out"
+            script.emergency.stops(False)
+            script.step += 1
+    assert caplog.text.count("EmergencySave's `step` is 19, and by the last update it is to be 20.") == 1
+
+
 def test_nothing_is_saved_while_an_optimizer_is_at_work(tmp_path: Path) -> None:
     """Another thread may ask then."""
     found: list[int | None] = []
@@ -352,31 +381,109 @@ def test_an_error_of_the_scripts_own_saves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_optimizer_that_outlives_an_attempt_is_left_alone(tmp_path: Path) -> None:
+def test_the_newest_of_several_counts(tmp_path: Path) -> None:
+    """A script that begins its loop again, from an earlier snapshot, forgets what it did before."""
+
+    def train(alone: World) -> None:
+        Script(alone, tmp_path, step=4).train(5)
+        Script(alone, tmp_path, step=4).train(1)
+
+    ended_by(LOST, train)
+    assert loaded(tmp_path)[0] == 5
+
+
+def test_what_is_closed_saves_nothing(tmp_path: Path) -> None:
+    """The script has other weights in its model by now."""
+
+    def train(alone: World) -> None:
+        script = Script(alone, tmp_path)
+        script.train(3)
+        script.emergency.close()
+
+    ended_by(LOST, train)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ends_by", ["the error", "the end of the world", "another one"])
+def test_an_optimizer_that_outlives_an_attempt_is_left_alone(tmp_path: Path, ends_by: str) -> None:
     with World.from_env({}) as alone:
         script = Script(alone, tmp_path)
         script.train(1)
-        assert alone.kept_on(LOST)
-        script.emergency._updated_step = None
-        script.update()
-        assert script.emergency._updated_step is None
-    assert not alone.keep_on_error, "nor does the world keep the model"
+        assert script.optimizer._optimizer_step_pre_hooks
+        if ends_by == "the error":
+            assert alone.kept_on(LOST)
+        if ends_by == "another one":
+            Script(alone, tmp_path)
+        assert bool(script.optimizer._optimizer_step_pre_hooks) == (ends_by == "the end of the world")
+    assert not script.optimizer._optimizer_step_pre_hooks
+    assert not script.optimizer._optimizer_step_post_hooks
+    assert not alone.last_steps, "nor does the world keep the model"
 
 
-def test_a_state_that_cannot_be_made_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def state() -> object:
-        raise KeyError("no such tensor")
+def test_the_optimizer_within_accelerates_is_watched(tmp_path: Path) -> None:
+    """It has no hooks of its own."""
+    from accelerate import Accelerator  # slow to import
+    from accelerate.state import AcceleratorState
 
-    ended_by(LOST, lambda alone: EmergencySave(Snapshots(tmp_path), alone, state, lambda: 3))
-    assert "step 3 was not kept: 'no such tensor'" in caplog.text
+    net = nn.Linear(2, 1)
+    try:
+        with World.from_env({}) as alone:
+            optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+            emergency = EmergencySave(Snapshots(tmp_path), alone, net.state_dict, lambda: 3, optimizer)
+            net(torch.ones(1, 2)).sum().backward()
+            assert emergency._found() == 3
+            optimizer.step()
+            assert emergency._found() is None
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def fails() -> Any:
+    raise KeyError("no such tensor")
+
+
+@pytest.mark.parametrize(("state", "step"), [(fails, lambda: 3), (dict, fails)])
+def test_a_state_that_cannot_be_made_hides_no_error(
+    state: Callable[[], Any], step: Callable[[], int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    counts = [lambda: 3]
+
+    def train(alone: World) -> None:
+        EmergencySave(Snapshots(tmp_path), alone, state, lambda: counts[0](), optimizer)
+        counts[0] = step
+
+    ended_by(LOST, train)
+    assert "the last step is not kept: 'no such tensor'" in caplog.text
+    assert not dist.is_initialized()
+
+
+def test_a_signal_does_not_cut_off_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun sends one to the ranks that are left. The script's own handlers are gone by then."""
+    ended: list[int] = []
+    write = Snapshots._write
+
+    def slow(self: Snapshots, *arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(Snapshots, "_write", slow)
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+    try:
+        ended_by(LOST, lambda alone: Script(alone, tmp_path, step=4))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not ended
+    assert loaded(tmp_path)[0] == 4
 
 
 @pytest.mark.parametrize("may_stay", [True, False])
 def test_a_step_of_a_generation_that_is_over_is_for_the_next_one(tmp_path: Path, may_stay: bool) -> None:
     """A process that does not stay cannot give it to anyone: it may not save it."""
+    optimizer = torch.optim.SGD([torch.ones(1)])
     with World.from_env({}) as alone:
         world = replace(alone, may_stay=may_stay)
-        EmergencySave(Snapshots(tmp_path), world, lambda: {"x": 1}, lambda: 3)
+        EmergencySave(Snapshots(tmp_path), world, lambda: {"x": 1}, lambda: 3, optimizer)
         kept = world.kept_on(Fenced(0, 1, str(tmp_path)))
     assert (kept and (kept.state, kept.age)) == (({"x": 1}, (0, 3)) if may_stay else None)
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 class Made(NamedTuple):
@@ -47,6 +47,16 @@ class Kept:
 
 def _is_released() -> bool:
     return False
+
+
+class HasLastStep(Protocol):
+    """What a training loop of the user's has for the case that another rank is lost."""
+
+    def keep(self, error: BaseException) -> Kept | None:
+        """The last step, if the error is that another rank is lost; None if there is none, or for another error."""
+
+    def close(self) -> None:
+        """From now on there is none."""
 
 
 class AttemptOver(Exception):

@@ -17,6 +17,8 @@ from nodekit.training.world import KEEPING, PAUSING, World
 
 log = logging.getLogger("nodekit.training")
 
+_MOST_UNCOUNTED = 20
+
 
 def why_over(error: BaseException | None) -> str:
     """Why an error ends no more than the attempt: the next one goes on with the step; "" for every other error."""
@@ -113,42 +115,44 @@ class EmergencySave:
         world: World,
         state: Callable[[], Any],
         step: Callable[[], int],
-        *optimizers: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer,
+        *others: torch.optim.Optimizer,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """From here on, the state is that of a step, except while an optimizer updates it.
+        """From here on, the state is that of a step, until an optimizer updates it; this ends an earlier one.
 
         Args:
             snapshots: of this rank's node, whichever rank of it saves otherwise.
             world: its process group must exist.
-            state: returns what ``snapshots.save`` is to get. It is called after a step, never during an update.
-            step: returns how many steps are done. After an update nothing is saved until it returns another number: so
-                change that last, after the sampler, the scheduler and what else belongs to a step.
-            optimizers: all that update the state.
-            module: whose buffers (batch norm's means) are to be saved as they were after the update, and not as the
-                next forward pass has left them.
+            state: returns what ``snapshots.save`` is to get. It is called between one update and the next.
+            step: returns how many updates are done. Each is counted when all else that belongs to it is done (the
+                sampler, the scheduler), and nothing of the state changes from there to the next update. While it is
+                not one more than at the last update, the state is of no step, and not saved.
+            optimizer: updates the state.
+            others: likewise.
+            module: whose buffers (batch norm's means) are to be saved as the update has left them, and not as the next
+                forward pass has.
         """
         world.settle()  # DistributedDataParallel may have sent rank 0's weights just now
         self._snapshots, self._world, self._state, self._step = snapshots, world, state, step
         self._last = LastWholeStep(torch.nn.Module() if module is None else module)
-        self._last.is_done(step(), {})
-        self._last.next_begins()
-        self._updated_step: int | None = None  # what `step` returned at the last update
+        self._is_closed = False
         self._listens = self._is_asked_to_pause = False
-        self._hooks = [
-            hook
-            for each in optimizers
-            for hook in (
-                each.register_step_pre_hook(self._update_begins),
-                each.register_step_post_hook(self._update_ends),
-            )
-        ]
-        world.keep_on_error.append(self._keep_on_error)
-        world.keeps_when_lost(step, self._save)
-        self._release()
+        self._uncounted = 0
+        self._is_done(step())
+        # Accelerate's has no hooks of its own.
+        plain = [getattr(each, "optimizer", each) for each in (optimizer, *others)]
+        self._hooks = [each.register_step_pre_hook(self._update_begins) for each in plain]
+        self._hooks += [each.register_step_post_hook(self._update_ends) for each in plain]
+        for each in world.last_steps:
+            each.close()
+        world.last_steps[:] = [self]
+        world.keeps_when_lost(self._newest, self._save)
+        if world.kept is not None:
+            world.kept.release()  # the state has been loaded
 
     def stops(self, requested: bool) -> bool:
-        """Whether a stop is requested on any rank; all ranks call it, after each step or after every few.
+        """Whether a stop is requested on any rank; all ranks call it, after a step is counted, or every few steps.
 
         Raises:
             AttemptOver: on all ranks, if another node comes in, and none of them is to stop.
@@ -158,63 +162,82 @@ class EmergencySave:
             self._world.messages.when("pause", self._ask_to_pause)
         flags = torch.tensor([float(requested), float(self._is_asked_to_pause)], device=self._world.device)
         stops, pauses = self._world.start_sum(flags)()
-        if pauses and not stops:
-            step = self._found()
-            assert step is not None, "all ranks ask after a step, and not within one"
+        self._warn_if_uncounted()
+        if pauses and not stops and (step := self._found()) is not None:
             kept = self._kept(step)
             kept.has_paused = True
             raise AttemptOver(kept)
         return bool(stops)
 
-    def _update_begins(self, *_: object) -> None:
-        self._world.settle()  # the gradients are whole
-        self._release()  # loading may have shared tensors with it
-        self._last.update_begins()
+    def close(self) -> None:
+        """Save no more: for a script that goes on to something else, as an evaluation of other weights."""
+        self._is_closed = True
+        for each in self._hooks:  # the optimizer may be of the next attempt as well
+            each.remove()
 
-    def _update_ends(self, *_: object) -> None:
-        self._updated_step = self._step()
-        self._last.is_done(self._updated_step, {})
-        self._last.next_begins()
-
-    def _found(self) -> int | None:
-        """The last step, with the buffers as they were then; None while the state is of no step."""
-        step = self._step()
-        return None if self._last.found() is None or step == self._updated_step else step
-
-    def _keep_on_error(self, error: BaseException) -> Kept | None:
+    def keep(self, error: BaseException) -> Kept | None:
         """The last step, if the error is that another rank is lost."""
         if not why_over(error) or not self._world.keeps_steps:
             return None
         if isinstance(error, Fenced) and not self._world.may_stay:
             return None  # this generation can save nothing any more
         self._world.leave_others()
-        if (step := self._found()) is None:
-            return None
         try:
-            return self._kept(step)
+            step = self._found()
+            return None if step is None else self._kept(step)
         except Exception as unmade:  # the one that has led here is the one to be raised
-            log.warning("step %d was not kept: %s", step, unmade)
+            log.warning("the last step is not kept: %s", unmade)
             return None
 
-    def _save(self) -> None:
-        if (step := self._found()) is not None:
-            save_alone(self._snapshots, self._world, self._state, step=step)
+    def _update_begins(self, *_: object) -> None:
+        self._world.settle()  # the gradients are whole
+        self._last.update_begins()
 
-    def _release(self) -> None:
-        if self._world.kept is not None:
-            self._world.kept.release()
+    def _update_ends(self, *_: object) -> None:
+        self._is_done(self._step() + 1)  # once the script has counted it
 
-    def _ask_to_pause(self) -> None:
-        self._is_asked_to_pause = True
-        self._world.stage(PAUSING, step=self._step())
+    def _is_done(self, step: int) -> None:
+        self._last.is_done(step, {})
+        self._last.next_begins()
+
+    def _found(self) -> int | None:
+        """The last step, with the buffers as they were then; None while the state is of no step."""
+        if self._is_closed or self._last.newest != self._step():
+            return None
+        return self._last.found()
+
+    def _newest(self) -> int | None:
+        return None if self._is_closed else self._step()
 
     def _kept(self, step: int) -> Kept:
-        for each in self._hooks:  # the optimizer may be of the next attempt as well
-            each.remove()
         state, attempt = off_the_gpu(self._state(), self._world.device), self._snapshots.attempt
+        self.close()
         return Kept(
             state,
             (self._world.generation or 0, step),
             partial(save_alone, self._snapshots, self._world, lambda: state, step=step, attempt=attempt),
             attempt,
         )
+
+    def _save(self) -> None:
+        """Save the last step from another thread, while this rank waits for others."""
+        try:
+            if (step := self._found()) is not None:
+                save_alone(self._snapshots, self._world, self._state, step=step)
+        except Exception as error:  # that thread has the process end now
+            log.warning("the last step is not saved: %s", error)
+
+    def _ask_to_pause(self) -> None:
+        self._is_asked_to_pause = True
+        self._world.stage(PAUSING, step=self._step())
+
+    def _warn_if_uncounted(self) -> None:
+        """Say so where no step is ever kept, but not of updates that a gradient scaler has left out."""
+        self._uncounted = self._uncounted + 1 if self._last.newest != self._step() else 0
+        if self._uncounted == _MOST_UNCOUNTED:
+            log.warning(
+                "no step is kept if another rank is lost: EmergencySave's `step` is %d, and by the last update it is "
+                "to be %s. Count an update after it, by one, and before `stops`",
+                self._step(),
+                self._last.newest,
+            )

@@ -82,6 +82,7 @@ class ShardedSnapshots(Snapshots):
             keeper is not None and hosts[keeper] != host
             for keeper, host in zip(self._keepers, hosts, strict=True)
         )
+        self._is_first = True  # whether there is no other one on some node's disk
         self._nodes = [said[place][1] for place in places]  # by rank
         self.peers = Peers(world)
         self._mesh = init_device_mesh("cpu", (world.world_size,))
@@ -118,7 +119,9 @@ class ShardedSnapshots(Snapshots):
 
     def _commit(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
         with ExitStack() as lock:  # until the manifest is there
-            name = self.peers.together(partial(self._begin, step, lock))[self._leader]
+            begun = self.peers.together(partial(self._begin, step, lock))
+            self._is_first = not all(has_older for _, has_older in begun)
+            name, _ = begun[self._leader]
             return self._write_parts(name, state, step=step, world_size=world_size, attempt=attempt)
 
     def _write_parts(self, name: str, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
@@ -150,7 +153,7 @@ class ShardedSnapshots(Snapshots):
         written_here = [folder / name for name in files.written]
         if len(self._committers) > 1:
             written_here += together(partial(self._send_copies, folder, manifest, parts))[self._rank]
-        if self._is_on_two_hosts:
+        if self._is_on_two_hosts and not self._is_first:
             self._announce_in_memory(manifest, written_here)
         else:
             together(partial(self._sync, written_here))
@@ -161,12 +164,16 @@ class ShardedSnapshots(Snapshots):
 
     def _announce_in_memory(self, manifest: Manifest, written_here: Sequence[Path]) -> None:
         """Have a snapshot count before it is on the disks."""
-        self.peers.together(partial(self._announce_here, manifest, syncs=False))
         own_manifest = [self.folder / manifest.name] if self.commits else []
+        self._unsynced.add(manifest.name)
         try:
+            self.peers.together(partial(self._announce_here, manifest, syncs=False))
             self.peers.together(partial(self._sync, [*written_here, *own_manifest]))
         except OSError as error:
-            raise OSError(f"it is in the memory of two hosts, and on no disk: {error}") from error
+            if self.commits:
+                self._prune(manifest)
+            raise OSError(f"it is in the memory of two hosts, and not on all disks: {error}") from error
+        self._unsynced.discard(manifest.name)
 
     def _announce_here(self, manifest: Manifest, *, syncs: bool) -> None:
         if self.commits:
@@ -181,17 +188,27 @@ class ShardedSnapshots(Snapshots):
         if self.commits:
             sync_folder(self.folder)
 
-    def _begin(self, step: int, lock: ExitStack) -> str:
-        """A name for the folder of the snapshot's files, if this rank's node may save; ``lock`` gets its lock."""
+    def _begin(self, step: int, lock: ExitStack) -> tuple[str, bool]:
+        """A name for the folder of the snapshot's files, if this rank's node may save; ``lock`` gets its lock.
+
+        And whether there is another one on this node's disk.
+        """
+        has_older = True
         if self.commits:
             lock.enter_context(self._locked_folder(waits=True))
+            has_older = bool({*self._listed()} - self._unsynced)
         generation = self._own_generation() if self._leads else 0
-        return f"{stem_of(generation, step)}-{secrets.token_hex(8)}.dcp"
+        return f"{stem_of(generation, step)}-{secrets.token_hex(8)}.dcp", has_older
 
     def _finish(self, folder: Path, others: Any, files: "_Files") -> None:
         shapes(folder)  # if it cannot be loaded, fail now
         with written_beside(folder) as (temporary, file):
-            payload = self._write(others, file, temporary)
+            try:
+                payload = self._write(others, file, temporary)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; --snapshot-format whole takes an optimizer's nested ones"
+                ) from error
             place(temporary, file, REST, syncs=False)
         files.written[REST] = payload.sha256, payload.size_bytes
 

@@ -2,7 +2,8 @@
 
 A snapshot is a payload (``torch.save``, or a folder of shards, see ``sharded``) and a manifest (JSON) with its name and
 SHA-256. The payload is written to a temporary file, synced and renamed, and the folder synced; only then, in the
-same way, the manifest. A payload without a manifest does not count.
+same way, the manifest. (If each shard is on two hosts, the manifest comes first.) A payload without a manifest does not
+count.
 """
 
 import io
@@ -105,6 +106,7 @@ class Snapshots:
         self.last_save_s: float | None = None
         """How long the last save took, without the copy to host memory."""
         self._damaged: set[str] = set()  # manifests whose snapshots are damaged
+        self._unsynced: set[str] = set()  # and those whose files may not be on the disk
         self._is_known_loadable = False
         self._host_copy = HostCopy()
         self._writer = Background("nodekit-snapshot")
@@ -335,6 +337,10 @@ class Snapshots:
         with commit.warned(f"{manifest.name}, sent by other nodes, is not committed in {self.folder}"):
             if manifest not in self.manifests():
                 with commit.locked(self.folder):
+                    payload = self.folder / manifest.payload
+                    for path in payload.iterdir():  # of which some may be of a save that was cut off before
+                        commit.sync(path)
+                    commit.sync_folder(payload)
                     commit.sync_folder(self.folder)
                     self._announce(manifest)
                     self._prune(manifest)
@@ -460,12 +466,17 @@ class Snapshots:
         self._is_known_loadable = True
 
     def _prune(self, committed: Manifest) -> None:
-        """Remove damaged snapshots and all but the newest ``keep``; never the one just committed."""
+        """Remove damaged snapshots and all but the newest ``keep``; never the one just committed.
+
+        Those that may not be on the disk count for none of these, and the one just committed takes their place.
+        """
         with commit.warned(f"cannot clear up {self.folder}, which is put off to the next save"):
-            good = [manifest.name for manifest in self.manifests() if manifest.name not in self._damaged]
-            for name in {*good[self.keep :], *self._damaged} - {committed.name}:
+            doubtful = self._damaged | self._unsynced
+            good = [manifest.name for manifest in self.manifests() if manifest.name not in doubtful]
+            for name in {*good[self.keep :], *doubtful} - {committed.name}:
                 (self.folder / name).unlink(missing_ok=True)
                 self._damaged.discard(name)
+                self._unsynced.discard(name)
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
