@@ -338,8 +338,8 @@ class Snapshots:
             if manifest not in self.manifests():
                 with commit.locked(self.folder):
                     payload = self.folder / manifest.payload
-                    for path in payload.iterdir():  # of which some may be of a save that was cut off before
-                        commit.sync(path)
+                    for path in filter(Path.is_file, payload.iterdir()):
+                        commit.sync(path)  # it may be of a save that was cut off before
                     commit.sync_folder(payload)
                     commit.sync_folder(self.folder)
                     self._announce(manifest)
