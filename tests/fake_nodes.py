@@ -75,6 +75,8 @@ class Nodes:
         """Operation → what it does on a node, in place of nothing."""
         self.parts: dict[str, list[dict[str, Any]]] = {}
         """Node → what it says before it repeats its status, each once."""
+        self.silent: set[str] = set()
+        """Nodes that say no more."""
         self.loses_channels = False
         self.are_gone = False
         file = folder / "lab.yaml"
@@ -161,6 +163,8 @@ class FakeChannel:
             take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": [], **each.pop(0)})
         while True:
             self._nodes.pause()
+            while self.host in self._nodes.silent:
+                time.sleep(0.002)
             if self._nodes.are_gone or (self._nodes.loses_channels and not self._nodes.number(10)):
                 raise HostError(self.host, "the connection is gone")
             take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": []})

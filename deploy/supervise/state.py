@@ -74,6 +74,10 @@ class Observation:
         """Whether its workers run."""
         return self.alive and self.state in ("running", "waiting")
 
+    def is_orphan(self, generation: int) -> bool:
+        """Whether its agent has lost the rendezvous host of this generation."""
+        return self.reachable and self.alive and self.state == "orphaned" and self.generation == generation
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeHistory:

@@ -53,6 +53,7 @@ _LOG = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 UNREACHABLE_AFTER_S = 3.0  # a node says something every second; this long without a word, it is unreachable
+HOST_UNREACHABLE_AFTER_S = 2.0  # the same, of a rendezvous host that other nodes have lost
 MAX_UNGATHERED = 2000
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
 NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
@@ -108,7 +109,7 @@ class Supervisor:
         self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
         self._closing = threading.Event()
         self._seen = {name: Observation(reachable=name in self._channels) for name in rules.nodes}
-        self._heard: set[str] = set()
+        self._heard: dict[str, float] = {}  # node → when, by time.monotonic()
         self._told = {name: Told() for name in rules.nodes}
         self._lines: dict[str, str] = dict.fromkeys(rules.nodes, "connecting")
         self._busy: dict[str, str] = {}
@@ -142,6 +143,7 @@ class Supervisor:
             self._view.keys()
             if len(self._heard) < len(self._rules.nodes):
                 continue  # what has not been looked at yet must not be taken for gone
+            self._miss_host()
             if (finish := self._decide()) is not None:
                 self._closing.set()
                 return self._end(finish)
@@ -162,6 +164,15 @@ class Supervisor:
                 self._view.say(
                     f"{type(each).__name__} failed and is left out: {type(error).__name__}: {error}"
                 )
+
+    def _miss_host(self) -> None:
+        """Take the rendezvous host for unreachable sooner where another node has lost it, too."""
+        host = self._state.host
+        is_silent = time.monotonic() - self._heard[host] > HOST_UNREACHABLE_AFTER_S
+        have_lost_it = any(each.is_orphan(self._state.generation) for each in self._seen.values())
+        if is_silent and have_lost_it and self._seen[host].reachable:
+            silence = f"no answer within {HOST_UNREACHABLE_AFTER_S:.0f} s"
+            self._take(host, "lost", HostError(host, silence))
 
     def _decide(self) -> Finish | None:
         self._has_ended = self._writer.has_ended(self._seen)
@@ -405,7 +416,7 @@ class Supervisor:
                 why = "; ".join(each.problem.found for each in value.errors)
                 self._view.say(f"{name}: no connection from here: {why}; trying again", is_event=self._acts)
                 self._told[name] = dataclasses.replace(self._told[name], silent_since=time.time())
-            self._heard.add(name)
+            self._heard.setdefault(name, 0.0)
             self._statuses.pop(name, None)
             self._seen[name] = dataclasses.replace(seen, reachable=False)
             self._lines[name] = "unreachable  trying again"
@@ -413,7 +424,7 @@ class Supervisor:
         if not seen.reachable and name in self._heard:
             self._view.say(f"{name}: reached again", is_event=self._acts)
             self._note("reached", about=name)
-        self._heard.add(name)
+        self._heard[name] = time.monotonic()
         if kind == "unknown":
             self._seen[name] = Observation(problem=seen.problem, broken=seen.broken)
             self._lines[name] = self._drained.line(name) or "spare"

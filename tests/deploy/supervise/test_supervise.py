@@ -417,6 +417,34 @@ def test_who_only_watched_and_takes_over_gathers_what_it_has_seen_and_goes_on_fr
     assert find_runs.find(None).generation == 7
 
 
+@pytest.mark.parametrize("orphan", ["b", None])
+def test_a_silent_rendezvous_host_is_missed_sooner_if_another_node_has_lost_it(
+    orphan: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "HOST_UNREACHABLE_AFTER_S", 0.3)
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.silent = set(NAMES)
+    nodes.parts = {name: [{"status": {**fake_nodes.STATUS, "state": "running"}}] for name in NAMES}
+    if orphan:
+        nodes.parts[orphan][0]["status"]["state"] = "orphaned"
+    missed: list[float] = []
+
+    def decide(state: State, seen: Mapping[str, Observation], now: float, rules: Rules) -> Any:
+        assert all(each.reachable for name, each in seen.items() if name != state.host)
+        if not seen[state.host].reachable:
+            missed.append(time.monotonic())
+        return state, (Finish("succeeded"),) if missed or time.monotonic() - began > 1.0 else ()
+
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, view):
+        monkeypatch.setattr(policy, "decide", decide)
+        began = time.monotonic()
+        supervisor.watch()
+        nodes.silent.clear()
+    assert bool(missed) == bool(orphan)
+    assert not missed or missed[0] - began >= 0.3
+    assert len([text for text in view.said if "no answer within" in text]) == len(missed)
+
+
 def test_a_full_disk_is_told_once_and_no_generation_is_begun_before_it_is_on_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
