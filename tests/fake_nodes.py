@@ -75,6 +75,8 @@ class Nodes:
         """Operation → what it does on a node, in place of nothing."""
         self.parts: dict[str, list[dict[str, Any]]] = {}
         """Node → what it says before it repeats its status, each once."""
+        self.pause_s: dict[str, float] = {}
+        """Node → how long it takes from one of these to the next."""
         self.silent: set[str] = set()
         """Nodes that say no more."""
         self.loses_channels = False
@@ -161,6 +163,7 @@ class FakeChannel:
             if each is None:
                 break
             take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": [], **each.pop(0)})
+            time.sleep(self._nodes.pause_s.get(self.host, 0.0))
         while True:
             self._nodes.pause()
             while self.host in self._nodes.silent:

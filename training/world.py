@@ -4,7 +4,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ from nodekit.training.group.agent_messages import AgentMessages, messages_from
 from nodekit.training.group.collectives import gather_objects, start_sum
 from nodekit.training.group.initmethod import InitMethod
 from nodekit.training.process import devices
-from nodekit.training.process.stop import Stop
+from nodekit.training.process.stop import signals_put_off
 
 if TYPE_CHECKING:
     from nodekit.training.process.kept import HasLastStep, Kept
@@ -35,6 +34,7 @@ PAUSING = "another node comes in: pausing after this step"
 WAITING = "waiting with the newest step for the next attempt"
 """The stage in which kit has this process go on in the next attempt."""
 _PROGRESS_BYTES = 80
+_SAVES_S = 60.0
 
 T = TypeVar("T")
 
@@ -101,8 +101,8 @@ class World:
     """Whether this process goes on in the next attempt when another rank is lost (see ``run_attempts``)."""
     kept: "Kept | None" = field(default=None, compare=False, repr=False)
     """What this process has kept of the attempt before."""
-    last_steps: "list[HasLastStep]" = field(default_factory=list, compare=False, repr=False)
-    """Asked for the last step when an error ends the training: the newest `EmergencySave`."""
+    emergency: "list[HasLastStep]" = field(default_factory=list, compare=False, repr=False)
+    """The newest `EmergencySave`, if there is one: asked for the last step when an error ends the training."""
 
     @classmethod
     def from_env(
@@ -221,19 +221,18 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (kept := self.kept_on(error)) is None:
+        if error is None or not self.emergency:
             self.close()
             return
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        with (
-            Stop() if is_main_thread else nullcontext()
-        ):  # torchrun ends ranks that have lost another by SIGTERM
-            kept.save()
+        # Torchrun sends SIGTERM to the ranks that are left, and SIGKILL 30 s later.
+        with signals_put_off(_SAVES_S):
+            if kept := self.kept_on(error):
+                kept.save()
             self.close()
 
     def kept_on(self, error: BaseException) -> "Kept | None":
         """The last step of a training loop of the user's, if the error is that another rank is lost."""
-        return next(filter(None, (each.keep(error) for each in self.last_steps)), None)
+        return next(filter(None, (each.keep(error) for each in self.emergency)), None)
 
     def close(self, *, goes_on: bool = False) -> None:
         """Leave the process group; does nothing where there is none.
@@ -241,9 +240,9 @@ class World:
         Args:
             goes_on: whether this process is to join another one, and not to end.
         """
-        for each in self.last_steps:
+        for each in self.emergency:
             each.close()
-        self.last_steps.clear()  # they refer to the model, and the next one may need its memory
+        self.emergency.clear()  # it refers to the model, and the next one may need its memory
         if self.messages is not None:
             self.messages.ignore()
         if not goes_on:

@@ -53,7 +53,8 @@ _LOG = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 UNREACHABLE_AFTER_S = 3.0  # a node says something every second; this long without a word, it is unreachable
-HOST_UNREACHABLE_AFTER_S = 2.0  # the same, of a rendezvous host that other nodes have lost
+HOST_UNREACHABLE_AFTER_S = 2.0  # the same, of a rendezvous host that another node has lost
+_LATER_S = 1.0  # that node has been heard since: else the connection from here may be cut to both
 MAX_UNGATHERED = 2000
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
 NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
@@ -166,11 +167,12 @@ class Supervisor:
                 )
 
     def _miss_host(self) -> None:
-        """Take the rendezvous host for unreachable sooner where another node has lost it, too."""
-        host = self._state.host
-        is_silent = time.monotonic() - self._heard[host] > HOST_UNREACHABLE_AFTER_S
-        have_lost_it = any(each.is_orphan(self._state.generation) for each in self._seen.values())
-        if is_silent and have_lost_it and self._seen[host].reachable:
+        """Take the rendezvous host for unreachable sooner where another node, which is heard, has lost it, too."""
+        host, now = self._state.host, time.monotonic()
+        if not self._seen[host].reachable or now - self._heard[host] <= HOST_UNREACHABLE_AFTER_S:
+            return
+        orphans = [name for name, seen in self._seen.items() if seen.is_orphan(self._state.generation)]
+        if any(self._heard[name] - self._heard[host] > _LATER_S for name in orphans):
             silence = f"no answer within {HOST_UNREACHABLE_AFTER_S:.0f} s"
             self._take(host, "lost", HostError(host, silence))
 

@@ -24,7 +24,9 @@ from nodekit.training import rank, world
 from nodekit.training.group import connections
 from nodekit.training.loop import Loop
 from nodekit.training.options.arguments import parse
+from nodekit.training.process.kept import AttemptOver
 from nodekit.training.process.stop import Stop
+from nodekit.training.snapshots import emergency
 from nodekit.training.snapshots.emergency import EmergencySave, LastWholeStep
 from nodekit.training.snapshots.files import commit
 from nodekit.training.snapshots.files.fence import Fenced
@@ -358,7 +360,7 @@ def test_a_script_whose_steps_are_never_counted_right_is_told(
             assert not caplog.text or step >= 20, "a gradient scaler may leave an update out"
             script.emergency.stops(False)
             script.step += 1
-    assert caplog.text.count("EmergencySave's `step` is 19, and by the last update it is to be 20.") == 1
+    assert caplog.text.count("EmergencySave's `step` is 19, and after the last update it should be 20.") == 1
 
 
 def test_nothing_is_saved_while_an_optimizer_is_at_work(tmp_path: Path) -> None:
@@ -417,7 +419,7 @@ def test_an_optimizer_that_outlives_an_attempt_is_left_alone(tmp_path: Path, end
         assert bool(script.optimizer._optimizer_step_pre_hooks) == (ends_by == "the end of the world")
     assert not script.optimizer._optimizer_step_pre_hooks
     assert not script.optimizer._optimizer_step_post_hooks
-    assert not alone.last_steps, "nor does the world keep the model"
+    assert not alone.emergency, "nor does the world keep the model"
 
 
 def test_the_optimizer_within_accelerates_is_watched(tmp_path: Path) -> None:
@@ -459,8 +461,8 @@ def test_a_state_that_cannot_be_made_hides_no_error(
 
 
 def test_a_signal_does_not_cut_off_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchrun sends one to the ranks that are left. The script's own handlers are gone by then."""
-    ended: list[int] = []
+    """Torchrun sends one to the ranks that are left. It acts when all is saved."""
+    saved_by_then: list[int] = []
     write = Snapshots._write
 
     def slow(self: Snapshots, *arguments: Any) -> Any:
@@ -468,13 +470,58 @@ def test_a_signal_does_not_cut_off_the_save(tmp_path: Path, monkeypatch: pytest.
         return write(self, *arguments)
 
     monkeypatch.setattr(Snapshots, "_write", slow)
-    before = signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+    before = signal.signal(signal.SIGTERM, lambda *_: saved_by_then.append(loaded(tmp_path)[0]))
     try:
         ended_by(LOST, lambda alone: Script(alone, tmp_path, step=4))
+        assert saved_by_then == [4]
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert not ended
+
+
+def test_another_thread_saves_without_waiting_for_signals(tmp_path: Path) -> None:
+    """Only the main thread can have them put off."""
+    thread = threading.Thread(target=ended_by, args=(LOST, lambda alone: Script(alone, tmp_path, step=4)))
+    thread.start()
+    thread.join()
     assert loaded(tmp_path)[0] == 4
+
+
+def test_a_node_that_comes_in_has_the_step_kept_as_soon_as_it_is_counted(tmp_path: Path) -> None:
+    with World.from_env({}) as alone:
+        script = Script(alone, tmp_path)
+        script.train(2)
+        script.update()
+        script.emergency._ask_to_pause()
+        assert not script.emergency.stops(False), "a gradient scaler may have left this one out"
+        script.step += 1
+        with pytest.raises(AttemptOver) as over:
+            script.emergency.stops(False)
+    assert (over.value.kept.age, over.value.kept.has_paused) == ((0, 3), True)
+
+
+def test_a_script_that_never_counts_right_stops_for_a_node_that_comes_in(tmp_path: Path) -> None:
+    """With a snapshot of its own, in place of being killed for not answering."""
+    with World.from_env({}) as alone:
+        script = Script(alone, tmp_path)
+        script.emergency._ask_to_pause()
+        stops = []
+        for _ in range(4):
+            script.update()
+            stops.append(script.emergency.stops(False))
+            script.step += 1
+    assert stops == [False, False, False, True]
+
+
+def test_what_is_closed_does_not_take_the_word_that_a_node_comes_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[bool] = []
+    monkeypatch.setattr(emergency, "stop_to_pause", lambda: stopped.append(True))
+    with World.from_env({}) as alone:
+        script = Script(alone, tmp_path)
+        script.emergency.close()
+        script.emergency._ask_to_pause()
+        assert stopped == [True]
 
 
 @pytest.mark.parametrize("may_stay", [True, False])

@@ -114,8 +114,13 @@ class AgentMessages:
             self._told.add(kind)
         if call := self._calls.get(kind):
             call()
-        elif kind == "pause" and not self._is_ignored:  # who cannot pause stops
-            os.kill(0, signal.SIGTERM)
+        elif kind == "pause" and not self._is_ignored:
+            stop_to_pause()
+
+
+def stop_to_pause() -> None:
+    """Have this rank stop, which cannot pause, with all processes that it has started."""
+    os.kill(0, signal.SIGTERM)
 
 
 @functools.cache

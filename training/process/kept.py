@@ -53,7 +53,7 @@ class HasLastStep(Protocol):
     """What a training loop of the user's has for the case that another rank is lost."""
 
     def keep(self, error: BaseException) -> Kept | None:
-        """The last step, if the error is that another rank is lost; None if there is none, or for another error."""
+        """Leave the others and return the last step, if the error is that another rank is lost; else None."""
 
     def close(self) -> None:
         """From now on there is none."""

@@ -7,6 +7,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -102,6 +104,25 @@ class Stop:
             sys.stderr.write(f"nodekit: still not at an end after {self.grace_s:g} s of grace: ending here\n")
             sys.stderr.flush()
             os._exit(exit_code)
+
+
+@contextmanager
+def signals_put_off(grace_s: float) -> Iterator[None]:
+    """Have SIGTERM and the like act at the end of the block, or when the grace is over, if it is the main thread."""
+    stop = Stop(grace_s)
+    try:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("only the main thread hears of signals")
+        stop.__enter__()
+    except OSError:  # or there are no descriptors left
+        yield
+        return
+    try:
+        yield
+    finally:
+        stop.__exit__(None, None, None)
+        if stop.requested:
+            signal.raise_signal(stop.exit_code - 128)
 
 
 class Interruptible(Stop):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nodekit.training.group import nccl
+from nodekit.training.group.agent_messages import stop_to_pause
 from nodekit.training.group.connections import is_lost_rank
 from nodekit.training.process.kept import AttemptOver, Kept
 from nodekit.training.snapshots.files.fence import Fenced
@@ -17,7 +18,8 @@ from nodekit.training.world import KEEPING, PAUSING, World
 
 log = logging.getLogger("nodekit.training")
 
-_MOST_UNCOUNTED = 20
+_MOST_UNCOUNTED = 20  # calls of `stops` in a row
+_MOST_PUT_OFF = 3
 
 
 def why_over(error: BaseException | None) -> str:
@@ -41,7 +43,7 @@ class LastWholeStep:
         self._is_within_step = False
         self._step: int | None = None
         self.newest: int | None = None
-        """The last step that was whole at any time."""
+        """The last step that was whole at any time, or will be as soon as it is counted."""
         self.values: Mapping[str, Any] = {}
         """What else has to be as it was after the step that `found` returns."""
 
@@ -106,7 +108,7 @@ class EmergencySave:
 
     For ranks that have all of the state, as with DistributedDataParallel: over gloo, and over NCCL by `run_attempts`.
     Without it, all steps since the newest snapshot are done again. Every rank that is left saves, unless its folder has
-    this step already. It has until the grace is over (30 s by kit, and that of `Stop`).
+    this step already. kit and torchrun give it 30 s for that.
     """
 
     def __init__(
@@ -125,9 +127,9 @@ class EmergencySave:
             snapshots: of this rank's node, whichever rank of it saves otherwise.
             world: its process group must exist.
             state: returns what ``snapshots.save`` is to get. It is called between one update and the next.
-            step: returns how many updates are done. Each is counted when all else that belongs to it is done (the
-                sampler, the scheduler), and nothing of the state changes from there to the next update. While it is
-                not one more than at the last update, the state is of no step, and not saved.
+            step: returns how many updates are done; not the number of the one that is being made, as of a ``for`` that
+                begins with 1. Each is counted when all else that belongs to it is done (the sampler, the scheduler).
+                From an update on, nothing is saved until the number is one more than it was during the update.
             optimizer: updates the state.
             others: likewise.
             module: whose buffers (batch norm's means) are to be saved as the update has left them, and not as the next
@@ -138,15 +140,15 @@ class EmergencySave:
         self._last = LastWholeStep(torch.nn.Module() if module is None else module)
         self._is_closed = False
         self._listens = self._is_asked_to_pause = False
-        self._uncounted = 0
+        self._num_uncounted = self._num_put_off = 0
         self._is_done(step())
         # Accelerate's has no hooks of its own.
         plain = [getattr(each, "optimizer", each) for each in (optimizer, *others)]
         self._hooks = [each.register_step_pre_hook(self._update_begins) for each in plain]
         self._hooks += [each.register_step_post_hook(self._update_ends) for each in plain]
-        for each in world.last_steps:
+        for each in world.emergency:
             each.close()
-        world.last_steps[:] = [self]
+        world.emergency[:] = [self]
         world.keeps_when_lost(self._newest, self._save)
         if world.kept is not None:
             world.kept.release()  # the state has been loaded
@@ -160,14 +162,22 @@ class EmergencySave:
         if self._world.may_stay and self._world.messages and not self._listens:
             self._listens = True
             self._world.messages.when("pause", self._ask_to_pause)
-        flags = torch.tensor([float(requested), float(self._is_asked_to_pause)], device=self._world.device)
-        stops, pauses = self._world.start_sum(flags)()
+        own = [requested, self._is_asked_to_pause, self._is_counted]
+        sums = self._world.start_sum(torch.tensor([*map(float, own)], device=self._world.device))
+        stops, pauses, counted = sums()
         self._warn_if_uncounted()
-        if pauses and not stops and (step := self._found()) is not None:
-            kept = self._kept(step)
-            kept.has_paused = True
-            raise AttemptOver(kept)
-        return bool(stops)
+        if stops or not pauses:
+            return bool(stops)
+        if (
+            counted < self._world.world_size
+        ):  # a gradient scaler has left an update out: in one of the next steps
+            self._num_put_off += 1
+            return self._num_put_off > _MOST_PUT_OFF
+        step = self._found()
+        assert step is not None, "the weights are of the step that is counted"
+        kept = self._kept(step)
+        kept.has_paused = True
+        raise AttemptOver(kept)
 
     def close(self) -> None:
         """Save no more: for a script that goes on to something else, as an evaluation of other weights."""
@@ -176,7 +186,7 @@ class EmergencySave:
             each.remove()
 
     def keep(self, error: BaseException) -> Kept | None:
-        """The last step, if the error is that another rank is lost."""
+        """Leave the others and return the last step, if the error is that another rank is lost; for `World`."""
         if not why_over(error) or not self._world.keeps_steps:
             return None
         if isinstance(error, Fenced) and not self._world.may_stay:
@@ -200,11 +210,13 @@ class EmergencySave:
         self._last.is_done(step, {})
         self._last.next_begins()
 
+    @property
+    def _is_counted(self) -> bool:
+        return not self._is_closed and self._last.newest == self._step()
+
     def _found(self) -> int | None:
         """The last step, with the buffers as they were then; None while the state is of no step."""
-        if self._is_closed or self._last.newest != self._step():
-            return None
-        return self._last.found()
+        return self._last.found() if self._is_counted else None
 
     def _newest(self) -> int | None:
         return None if self._is_closed else self._step()
@@ -228,16 +240,19 @@ class EmergencySave:
             log.warning("the last step is not saved: %s", error)
 
     def _ask_to_pause(self) -> None:
+        if self._is_closed:
+            stop_to_pause()
+            return
         self._is_asked_to_pause = True
         self._world.stage(PAUSING, step=self._step())
 
     def _warn_if_uncounted(self) -> None:
         """Say so where no step is ever kept, but not of updates that a gradient scaler has left out."""
-        self._uncounted = self._uncounted + 1 if self._last.newest != self._step() else 0
-        if self._uncounted == _MOST_UNCOUNTED:
+        self._num_uncounted = 0 if self._is_counted or self._is_closed else self._num_uncounted + 1
+        if self._num_uncounted == _MOST_UNCOUNTED:
             log.warning(
-                "no step is kept if another rank is lost: EmergencySave's `step` is %d, and by the last update it is "
-                "to be %s. Count an update after it, by one, and before `stops`",
+                "no step is kept if another rank is lost: EmergencySave's `step` is %d, and after the last update it "
+                "should be %s. Count an update after it, by one, and before `stops`",
                 self._step(),
                 self._last.newest,
             )

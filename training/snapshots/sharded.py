@@ -2,7 +2,8 @@
 
 Where nodes have folders of their own, each part is also written to the next node's, and one rank of each node commits.
 When each part is in the memory of two hosts, as what has been written to a file is, the snapshot counts: any one host
-may be lost from then on. It is synced to their disks afterwards, and the snapshots before it are kept until then.
+may be lost from then on. It is synced to their disks afterwards, and the snapshots before it are kept until then; the
+first one is synced before.
 
 The saving threads use a process group of their own, so that the loop waits for the copy to host memory only. If one
 rank cannot save its part, no manifest is written: all ranks count a failed save and go on.
@@ -82,7 +83,6 @@ class ShardedSnapshots(Snapshots):
             keeper is not None and hosts[keeper] != host
             for keeper, host in zip(self._keepers, hosts, strict=True)
         )
-        self._is_first = True  # whether there is no other one on some node's disk
         self._nodes = [said[place][1] for place in places]  # by rank
         self.peers = Peers(world)
         self._mesh = init_device_mesh("cpu", (world.world_size,))
@@ -120,11 +120,24 @@ class ShardedSnapshots(Snapshots):
     def _commit(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
         with ExitStack() as lock:  # until the manifest is there
             begun = self.peers.together(partial(self._begin, step, lock))
-            self._is_first = not all(has_older for _, has_older in begun)
             name, _ = begun[self._leader]
-            return self._write_parts(name, state, step=step, world_size=world_size, attempt=attempt)
+            manifest, written_here = self._write_parts(
+                name, state, step=step, world_size=world_size, attempt=attempt
+            )
+            # If all hosts lose their power, there is another one.
+            if self._is_on_two_hosts and all(has_older for _, has_older in begun):
+                self._announce_in_memory(manifest, written_here)
+            else:
+                self.peers.together(partial(self._sync, written_here))
+                self.peers.together(partial(self._announce_here, manifest, syncs=True))
+            if self.commits:
+                self._prune(manifest)
+            return manifest
 
-    def _write_parts(self, name: str, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
+    def _write_parts(
+        self, name: str, state: Any, *, step: int, world_size: int, attempt: str
+    ) -> tuple[Manifest, list[Path]]:
+        """Write the files, and copies of them: what is to be announced, and what this rank has written."""
         tensors, others = state
         together = self.peers.together
         folder = self.folder / name
@@ -153,21 +166,13 @@ class ShardedSnapshots(Snapshots):
         written_here = [folder / name for name in files.written]
         if len(self._committers) > 1:
             written_here += together(partial(self._send_copies, folder, manifest, parts))[self._rank]
-        if self._is_on_two_hosts and not self._is_first:
-            self._announce_in_memory(manifest, written_here)
-        else:
-            together(partial(self._sync, written_here))
-            together(partial(self._announce_here, manifest, syncs=True))
-        if self.commits:
-            self._prune(manifest)
-        return manifest
+        return manifest, written_here
 
     def _announce_in_memory(self, manifest: Manifest, written_here: Sequence[Path]) -> None:
         """Have a snapshot count before it is on the disks."""
+        self.peers.together(partial(self._announce_here, manifest, syncs=False))
         own_manifest = [self.folder / manifest.name] if self.commits else []
-        self._unsynced.add(manifest.name)
         try:
-            self.peers.together(partial(self._announce_here, manifest, syncs=False))
             self.peers.together(partial(self._sync, [*written_here, *own_manifest]))
         except OSError as error:
             if self.commits:

@@ -2,8 +2,8 @@
 
 A snapshot is a payload (``torch.save``, or a folder of shards, see ``sharded``) and a manifest (JSON) with its name and
 SHA-256. The payload is written to a temporary file, synced and renamed, and the folder synced; only then, in the
-same way, the manifest. (If each shard is on two hosts, the manifest comes first.) A payload without a manifest does not
-count.
+same way, the manifest. A payload without a manifest does not count. (Of shards that are on two hosts, ``sharded`` syncs
+later.)
 """
 
 import io
@@ -455,6 +455,10 @@ class Snapshots:
             may_still = partial(self.fence.check, generation)
             commit.place(temporary, beside, manifest.name, syncs=syncs, last_word=may_still)
         self._damaged.discard(manifest.name)
+        if syncs:
+            self._unsynced.discard(manifest.name)
+        else:
+            self._unsynced.add(manifest.name)
 
     def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
         """Check once that the payload loads with ``weights_only``: else saving must fail now, not loading later."""
@@ -466,14 +470,15 @@ class Snapshots:
         self._is_known_loadable = True
 
     def _prune(self, committed: Manifest) -> None:
-        """Remove damaged snapshots and all but the newest ``keep``; never the one just committed.
+        """Remove damaged snapshots, and all but the newest ``keep`` that are on the disk.
 
-        Those that may not be on the disk count for none of these, and the one just committed takes their place.
+        If the one just committed may not be there, it replaces others of which that is so, and none that is.
         """
         with commit.warned(f"cannot clear up {self.folder}, which is put off to the next save"):
             doubtful = self._damaged | self._unsynced
             good = [manifest.name for manifest in self.manifests() if manifest.name not in doubtful]
-            for name in {*good[self.keep :], *doubtful} - {committed.name}:
+            old = [] if committed.name in self._unsynced else good[self.keep :]
+            for name in {*old, *doubtful} - {committed.name}:
                 (self.folder / name).unlink(missing_ok=True)
                 self._damaged.discard(name)
                 self._unsynced.discard(name)
