@@ -154,7 +154,7 @@ class EmergencySave:
             world.kept.release()  # the state has been loaded
 
     def stops(self, requested: bool) -> bool:
-        """Whether a stop is requested on any rank; all ranks call it, after a step is counted, or every few steps.
+        """Whether a stop is requested on any rank; all ranks call it, after a step is counted, or after every few.
 
         Raises:
             AttemptOver: on all ranks, if another node comes in, and none of them is to stop.
@@ -168,9 +168,8 @@ class EmergencySave:
         self._warn_if_uncounted()
         if stops or not pauses:
             return bool(stops)
-        if (
-            counted < self._world.world_size
-        ):  # a gradient scaler has left an update out: in one of the next steps
+        if counted < self._world.world_size:
+            # A gradient scaler may have left this update out. If no later one can be kept either, all stop.
             self._num_put_off += 1
             return self._num_put_off > _MOST_PUT_OFF
         step = self._found()
