@@ -34,7 +34,7 @@ PAUSING = "another node comes in: pausing after this step"
 WAITING = "waiting with the newest step for the next attempt"
 """The stage in which kit has this process go on in the next attempt."""
 _PROGRESS_BYTES = 80
-_SAVES_S = 60.0
+_SAVES_S = 60.0  # whoever sends a signal does not wait so long
 
 T = TypeVar("T")
 

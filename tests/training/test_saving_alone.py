@@ -465,11 +465,11 @@ def test_a_signal_does_not_cut_off_the_save(tmp_path: Path, monkeypatch: pytest.
     saved_by_then: list[int] = []
     write = Snapshots._write
 
-    def slow(self: Snapshots, *arguments: Any) -> Any:
+    def interrupted(self: Snapshots, *arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return write(self, *arguments)
 
-    monkeypatch.setattr(Snapshots, "_write", slow)
+    monkeypatch.setattr(Snapshots, "_write", interrupted)
     before = signal.signal(signal.SIGTERM, lambda *_: saved_by_then.append(loaded(tmp_path)[0]))
     try:
         ended_by(LOST, lambda alone: Script(alone, tmp_path, step=4))

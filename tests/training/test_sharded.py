@@ -22,6 +22,10 @@ from torch.distributed.tensor import distribute_tensor
 
 from nodekit.deploy.agent.replicas.replica_files import is_allowed, scan
 from nodekit.training import Fenced, Snapshots, World
+from nodekit.training.engine_info import ENGINES
+from nodekit.training.errors import TrainingError
+from nodekit.training.options.arguments import parse
+from nodekit.training.snapshots import sharded as sharded_snapshots
 from nodekit.training.snapshots.sharded import ShardedSnapshots
 from nodekit.training.weights.digest import weights_sha256
 
@@ -81,7 +85,7 @@ class Small(Digits):
         return super().loss(model, batch)
 '''
 OPTIONS = ["--snapshot-every", "3", "--batch-size", "32", "--schedule", "constant", "--warmup-steps", "0"]
-SHARDED = ["--engine", "fsdp", "--snapshot-format", "sharded"]
+SHARDED = ["--engine", "fsdp"]  # by default
 WHOLE = ["--engine", "fsdp", "--snapshot-format", "whole"]
 
 
@@ -310,6 +314,53 @@ def test_a_fenced_generation_commits_nothing(world: World, tmp_path: Path) -> No
         old.wait()
     assert loaded_step(tmp_path) == 5
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_whole_snapshots_may_be_asked_for_of_any_engine() -> None:
+    """All but fsdp take no others, and had it as their default."""
+    assert not any(parse(["--engine", name, "--snapshot-format", "whole"], {}).is_sharded for name in ENGINES)
+
+
+def test_parts_of_tensors_that_cannot_be_saved_are_refused_before_a_snapshot_is_due(
+    world: World, tmp_path: Path
+) -> None:
+    snapshots = sharded(tmp_path, world)
+    snapshots.prepare(state(1))
+    nested = state(1)
+    nested["optimizer"]["state"][0]["history"] = [nested["model"]["a.weight"]]
+    with pytest.raises(TrainingError, match="--snapshot-format whole"):
+        snapshots.prepare(nested)
+
+
+def fails(*_: object, **__: object) -> None:
+    raise OSError(5, "Input/output error")
+
+
+def test_restarts_beside_a_failing_disk_remove_nothing_that_is_on_it(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process does not know which snapshots of the one before are on the disk."""
+    for step in (1, 2):
+        assert sharded(tmp_path, world).save(state(step), step=step)
+    monkeypatch.setattr(sharded_snapshots, "sync", fails)
+    for step in (3, 4, 5):
+        snapshots = sharded(tmp_path, world)
+        snapshots._is_on_two_hosts = True
+        assert snapshots.save(state(step), step=step) is None
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_manifest_that_cannot_be_written_removes_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = sharded(tmp_path, world)
+    assert snapshots.save(state(1), step=1)
+    snapshots._is_on_two_hosts = True
+    monkeypatch.setattr(sharded_snapshots, "sync", fails)
+    assert snapshots.save(state(2), step=2) is None
+    monkeypatch.setattr(snapshots, "_announce", fails)
+    assert snapshots.save(state(3), step=3) is None
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_all_parts_are_on_the_disk_before_the_manifest_names_them(

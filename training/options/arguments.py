@@ -124,6 +124,8 @@ def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
     without = {option.name: option.metadata["without"] for option in fields(options)}
     if options.compress != "fp16":
         without["compress"] = without["compress"] | {"horovod": "has fp16 alone"}
+    if options.snapshot_format == "whole":  # so are those of all other engines
+        without["snapshot_format"] = {}
     for option in fields(options):
         value, reasons = getattr(options, option.name), without[option.name]
         if value != option.default and options.engine in reasons:

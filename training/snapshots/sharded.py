@@ -26,10 +26,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from nodekit.training.errors import TrainingError
 from nodekit.training.snapshots.exchange import lowest_seen
 from nodekit.training.snapshots.files.commit import HashingFile, place, sync, sync_folder, written_beside
 from nodekit.training.snapshots.files.manifest import Manifest, stem_of
 from nodekit.training.snapshots.files.shards import METADATA, REST, flat, rest, shapes
+from nodekit.training.snapshots.hostcopy import map_tensors
 from nodekit.training.snapshots.parts import keepers, transfers
 from nodekit.training.snapshots.peers import Peers
 from nodekit.training.snapshots.snapshot import Snapshots
@@ -96,7 +98,12 @@ class ShardedSnapshots(Snapshots):
         return self._save(self._staged(state), step=step, world_size=world_size, attempt=self.attempt)
 
     def prepare(self, state: Any) -> None:
-        """As ``Snapshots.prepare``, for this rank's own part."""
+        """As ``Snapshots.prepare``, for this rank's own part.
+
+        Raises:
+            TrainingError: on all ranks, if a part of a tensor is where it cannot be saved.
+        """
+        map_tensors(_refuse_part, rest(state))
         self._host_copy.prepare(self._own(state))
 
     def _staged(self, state: Any) -> Any:
@@ -208,12 +215,7 @@ class ShardedSnapshots(Snapshots):
     def _finish(self, folder: Path, others: Any, files: "_Files") -> None:
         shapes(folder)  # if it cannot be loaded, fail now
         with written_beside(folder) as (temporary, file):
-            try:
-                payload = self._write(others, file, temporary)
-            except ValueError as error:
-                raise ValueError(
-                    f"{error}; --snapshot-format whole takes an optimizer's nested ones"
-                ) from error
+            payload = self._write(others, file, temporary)
             place(temporary, file, REST, syncs=False)
         files.written[REST] = payload.sha256, payload.size_bytes
 
@@ -245,6 +247,14 @@ class ShardedSnapshots(Snapshots):
         sent = transfers(manifest, holders | common, wanted)
         self.peers.send_files(folder, sent, syncs=False)
         return [folder / each.name for each in sent if each.target == self._rank]
+
+
+def _refuse_part(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        raise TrainingError(
+            "the optimizer keeps parts of tensors in lists or dicts, which a sharded snapshot does not take: "
+            "give --snapshot-format whole"
+        )
 
 
 class _Stream(HashingFile):

@@ -13,7 +13,7 @@ from nodekit.training import Snapshots
 
 pytestmark = pytest.mark.slow
 
-SHARDED = ("--engine", "fsdp", "--snapshot-format", "sharded", "--snapshot-every", "10")
+SHARDED = ("--engine", "fsdp", "--snapshot-every", "10")
 
 
 def test_a_node_is_lost_with_its_disk_and_comes_back_empty(agents: Agents) -> None:
