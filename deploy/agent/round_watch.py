@@ -108,15 +108,20 @@ class RoundWatch:
                 if found.may_stay:
                     attempts.kill(found.behind)
                     tell = "lost"
-                self._end(0, "a hang", tell, ended_by=A_HANG, active_s=found.active_s, keep_s=ANSWERS_S)
+                self._end(
+                    0,
+                    "a hang",
+                    tell,
+                    is_replaced=found.may_stay,
+                    ended_by=A_HANG,
+                    active_s=found.active_s,
+                    keep_s=ANSWERS_S,
+                )
                 reason = self.budget.hung() if found.is_stepless else None
                 if reason is not None:
                     self.failed_as = reason
                     return "failed"
-                verdict = self._again_or_give_up()
-                if verdict == "again" and found.may_stay:
-                    attempts.replace(self._spec)
-                return verdict
+                return self._again_or_give_up()
 
     def end_if_broken(self, rendezvous: Rendezvous, formed: Formed) -> Why | None:
         """End the workers, which train while the agents meet for another round, once one has failed or a node is lost.
@@ -192,10 +197,8 @@ class RoundWatch:
         first = min(own, key=lambda each: each["when"], default=None)
         ended_by = (first["error"].strip() or how_it_ended(first["exitcode"])) if first else ""
         why = "a rank failed" if own else "a rank of another node failed"
-        self._end(0, why, "lost", ended_by=ended_by)
+        self._end(0, why, "lost", is_replaced=True, ended_by=ended_by)
         verdict = self._judge(first, formed) or self._again_or_give_up()
-        if verdict == "again":
-            self._attempts.replace(self._spec)
         self._attempts.ask_the_kernel(failures)  # beside that: its log is long
         self._record.failed(failures)
         if first:
@@ -228,12 +231,26 @@ class RoundWatch:
         why: str,
         tell: Kind | None = None,
         *,
+        is_replaced: bool = False,
         ended_by: str = "",
         active_s: float | None = None,
         keep_s: float | None = None,
     ) -> None:
-        """`ended_by`: as of `Budget.took_steps`; `active_s`: of an attempt that hung, how long it went until then."""
+        """End the attempt, and count what it came to.
+
+        Args:
+            grace_s: as of `Attempts.end`.
+            why: likewise.
+            tell: likewise.
+            is_replaced: whether ranks that have ended are replaced, first of all: a new one needs its time. Should the
+                job have failed, that one is ended with it.
+            ended_by: as of `Budget.took_steps`.
+            active_s: of an attempt that hung, how long it went until then.
+            keep_s: as of `Attempts.end`.
+        """
         self._attempts.end(grace_s, why, tell=tell, keep_s=keep_s)
+        if is_replaced:
+            self._attempts.replace(self._spec)
         self._record.update(state="rendezvous", workers=[], members=[])
         self.budget.took_steps(
             self._record.step,

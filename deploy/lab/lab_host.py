@@ -17,7 +17,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWPID = 0x20000, 0x4000000, 0x80
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "kmsg")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -86,7 +86,8 @@ def become_root_of_disk(python_prefixes: list[str], shared: list[str]) -> None:
 
 def mount_dev() -> None:
     """A small /dev of the host's own: no GPUs, its own terminals and shared memory."""
-    sources = {device: f"/dev/{device}" for device in DEVICES}
+    # A container has no kmsg, mostly.
+    sources = {device: f"/dev/{device}" for device in DEVICES if Path("/dev", device).exists()}
     mount("tmpfs", "dev", "tmpfs", MS_NOSUID, "mode=755")
     for device, source in sources.items():
         Path("dev", device).touch()

@@ -70,6 +70,7 @@ class Attempts:
         self.workers = Workers(server)
         self.workers.preload(imports_for(spec.argv), self._base_environment())
         self._attempt = ""
+        self._kernel = kernel.Watch()
         self._standing_by: set[int] = set()  # those that wait for their first attempt
         self._pids_then: Mapping[int, int] = {}  # of the ranks of `failures`
         self._is_lost: Callable[[], bool] = lambda: False
@@ -171,7 +172,8 @@ class Attempts:
         """Start the ranks; those that have stayed go on. `is_lost`: whether a node that has formed the round is."""
         self._is_lost = is_lost
         self.recorder = flight.environment(self._record.flight_dir, os.environ, torch.__version__)
-        self._kills = kernel.oom_kills()
+        self._kernel.close()
+        self._kernel = kernel.Watch()
         starts = [
             WorkerStart(
                 local_rank=local_rank,
@@ -330,7 +332,7 @@ class Attempts:
                 continue
             others = map(int, re.findall(r"\(pid(?:\(s\))? (\d+)", error))
             pids = [self._pids_then.get(each["rank"], 0), *others]
-            each["kernel"] = kernel.said(pids, age_s=self.seconds, kills_before=self._kills)
+            each["kernel"] = self._kernel.said(pids)
 
     def say_why(self, exits: Mapping[int, int]) -> bool:
         """Whether one of these ranks, which have ended, says why the whole round has."""

@@ -5,7 +5,10 @@ and only when asked: workers that ended stay unreaped, so no pid is anybody else
 When its socket closes, with the agent in whatever way that ended, it kills what it started and ends.
 
 A forked worker is to the user's script what a fresh interpreter is, but for what is imported already. Where that
-cannot be had (`_refusal`), the child executes the command instead.
+cannot be had (`refusal`), the child executes the command instead.
+
+To fork a process of this size takes 0.01 to 0.02 s. So once workers run, as many forks as were started last wait for
+the next start. They know nothing yet of what they will become, and share their memory with the server.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from nodekit.deploy.agent.ranks.target import TRAINING, Target, refusal, unforka
 
 ANSWER_TIMEOUT_S = 120.0
 IMPORTS_S = 240.0  # for the imports, which may come over NFS
+IDLE_S = 1.0  # without a request, until the next start is prepared for: workers that start need the cores
 
 
 class ServerLost(Exception):
@@ -157,6 +161,11 @@ class _Server:
         self._began_s = time.time()
         self._set_by_imports: list[tuple[str, str | None, str]] = []  # a variable, what it was, and is
         self._pids: dict[int, int] = {}
+        self._waiting: dict[int, int] = {}  # pid of a fork that waits for a start → the pipe that it reads
+        self._num_wanted = 0  # of these
+        self._ours: list[
+            str
+        ] = []  # found here, or each fork would have its pages copied by looking at all modules
         self._agent = 0
         self._stuck: set[int] = set()
 
@@ -169,15 +178,15 @@ class _Server:
         os.closerange(3, ours)
         os.closerange(ours + 1, os.sysconf("SC_OPEN_MAX"))
         _import(preload)
+        self._ours = fresh.loaded_of_ours()
         worker.die_with(None)  # from here on we see its end ourselves, and end also what workers started
-        requests = self._socket.makefile("rb")
-        for line in requests:
+        for line in self._requests():
             request = json.loads(line)
             answer: dict[str, Any] = {"number": request["number"]}
             if request["op"] == "preload":
                 self._preload(request["names"], request["env"])
             elif request["op"] == "start":
-                answer["fresh"] = self._start(request["starts"], requests)
+                answer["fresh"] = self._start(request["starts"])
             elif request["op"] == "clear":
                 stay = {key: pid for key, pid in self._pids.items() if key in request["stay"]}
                 ending = {key: pid for key, pid in self._pids.items() if key not in stay}
@@ -189,42 +198,93 @@ class _Server:
             self._socket.sendall(json.dumps(answer).encode() + b"\n")
         children.clear_up(self._pids, but=self._stuck)
 
+    def _requests(self) -> Iterator[bytes]:
+        """Each as it comes; while none does, forks for the next start are made."""
+        unread = b""
+        while True:
+            line, is_whole, rest = unread.partition(b"\n")
+            if is_whole:
+                unread = rest
+                yield line
+            elif (
+                len(self._waiting) < self._num_wanted and not select.select([self._socket], [], [], IDLE_S)[0]
+            ):
+                try:
+                    self._waiting.update([self._fork()])
+                except OSError:  # for lack of memory, say: not before the next start
+                    self._num_wanted = 0
+            elif came := self._socket.recv(1 << 16):
+                unread += came
+            else:
+                return
+
     def _preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
         """Import these in what is common to the environments of all ranks: libraries read it then, and change it."""
         worker.die_with(self._agent)  # no worker is started yet that would have to be ended first
         os.environ.clear()
         os.environ.update(env)
         _import(names)
+        self._ours = fresh.loaded_of_ours()
         worker.die_with(None)
         after = os.environ.items()
         self._set_by_imports = [(name, env.get(name), now) for name, now in after if env.get(name) != now]
         os.environ.clear()
         os.environ.update(self._env)
 
-    def _start(self, starts: Sequence[Mapping[str, Any]], requests: Any) -> dict[int, str]:
+    def _start(self, starts: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         executed = {}
-        server, unfit = os.getpid(), unforkable()
+        unfit = unforkable()
         for start in starts:
             target = Target.parse(start["argv"])
             why_not = unfit or refusal(target, start["env"], start["cwd"], self._env)
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    requests.close()
-                    self._socket.close()
-                    worker.settle(server, self._agent, start["log"])
-                    self._become(start, None if why_not else target)
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(1)
-            self._pids[start["local_rank"]] = pid
+            self._pids[start["local_rank"]] = self._started({**start, "is_executed": bool(why_not)})
             if why_not:
                 executed[start["local_rank"]] = why_not
+        self._num_wanted = len(starts) - len(executed)
         return executed
 
-    def _become(self, start: Mapping[str, Any], target: Target | None) -> NoReturn:
+    def _started(self, start: Mapping[str, Any]) -> int:
+        """The pid of a fork that has been told what to become."""
+        while True:
+            pid, pipe = self._waiting.popitem() if self._waiting else self._fork()
+            try:
+                with open(pipe, "wb") as file:  # noqa: PTH123
+                    file.write(json.dumps(start).encode())
+            except BrokenPipeError:  # somebody has ended it while it waited
+                os.waitpid(pid, 0)
+            else:
+                return pid
+
+    def _fork(self) -> tuple[int, int]:
+        """A process that waits for what it is to become, and the pipe through which it is told."""
+        server = os.getpid()
+        theirs, ours = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(theirs)
+            os.close(ours)
+            raise
+        if pid == 0:
+            try:
+                worker.die_with(server)
+                for descriptor in (ours, self._socket.fileno(), *self._waiting.values()):
+                    os.close(descriptor)
+                with open(theirs, "rb") as file:  # noqa: PTH123
+                    text = file.read()
+                if text:
+                    self._become(json.loads(text), server)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.close(theirs)
+        return pid, ours
+
+    def _become(self, start: Mapping[str, Any], server: int) -> NoReturn:
+        worker.settle(server, self._agent, start["log"])
         argv, env, cwd = list(start["argv"]), dict(start["env"]), start["cwd"]
+        target = None if start["is_executed"] else Target.parse(argv)
         torch = sys.modules.get("torch")
         if target is None or (torch and torch.cuda._is_in_bad_fork()):  # a preload has woken CUDA
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
@@ -258,7 +318,7 @@ class _Server:
         sys.path[:] = self._path
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = target.folder(cwd)
-        fresh.forget_ours(but=TRAINING if target.is_training else "")
+        fresh.forget_ours(self._ours, but=TRAINING if target.is_training else "")
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)

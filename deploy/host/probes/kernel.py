@@ -7,7 +7,6 @@ takes root, or group adm) is left with the count.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import subprocess
@@ -41,34 +40,66 @@ def oom_kills(cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") 
     return int(count[1]) if count else None
 
 
-def said(
-    pids: Iterable[int],
-    *,
-    age_s: float,
-    kills_before: int | None,
-    log: str = "/dev/kmsg",
-    cgroups: str = "/proc/self/cgroup",
-    root: str = "/sys/fs/cgroup",
-) -> list[str]:
-    """The kernel's lines about these processes since `age_s` seconds ago, the telling one last; [] for none.
+class Log:
+    """The lines that are added to the kernel's log from now on."""
 
-    Args:
-        pids: of the process that ended, and of others it started.
-        age_s: how long ago it began: what is older is about another.
-        kills_before: `oom_kills` when it began.
-        log: where the kernel's log is read.
-        cgroups: where this process's cgroups are told.
-        root: where the cgroups are mounted.
-    """
-    lines = messages(age_s, log)
-    lines = chosen(_dmesg(time.monotonic() - age_s - 1.0) if lines is None else lines, set(pids))
-    now = oom_kills(cgroups, root)
-    if now is not None and kills_before is not None and now > kills_before:
-        limit = _limit(cgroups, root)
-        of = f", whose limit is {limit / 2**30:.2f} GiB" if limit else ""
-        name = _memory_cgroup(cgroups, root)
-        lines.insert(0, f"cgroup {name[0] if name else '?'}{of}: oom_kill {kills_before} -> {now}")
-    return lines
+    def __init__(self, path: str = "/dev/kmsg") -> None:
+        """Begin at its end: to read all of it takes 3 ms and more."""
+        self._file = -1
+        with contextlib.suppress(OSError):
+            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._file, 0, os.SEEK_END)
+
+    def new(self) -> Optional[List[str]]:
+        """Return the messages that have come since the last call; None where the log may not be read."""
+        return None if self._file < 0 else _read_on(self._file)
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Watch:
+    """What the kernel says from now on of processes that it ends."""
+
+    def __init__(
+        self, log: str = "/dev/kmsg", cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
+    ) -> None:
+        """Begin.
+
+        Args:
+            log: where the kernel's is read.
+            cgroups: where this process's cgroups are told.
+            root: where the cgroups are mounted.
+        """
+        self._began = time.monotonic()
+        self._cgroups, self._root = cgroups, root
+        self._kills_before = oom_kills(cgroups, root)
+        self._log = Log(log)
+        self._lines: list[str] = []
+
+    def said(self, pids: Iterable[int]) -> list[str]:
+        """The kernel's lines about these processes, the telling one last; [] for none.
+
+        Args:
+            pids: of the process that ended, and of others it started.
+        """
+        new = self._log.new()
+        self._lines = _dmesg(self._began - 1.0) if new is None else self._lines + new
+        lines = chosen(self._lines, set(pids))
+        now, before = oom_kills(self._cgroups, self._root), self._kills_before
+        if now is not None and before is not None and now > before:
+            limit = _limit(self._cgroups, self._root)
+            of = f", whose limit is {limit / 2**30:.2f} GiB" if limit else ""
+            name = _memory_cgroup(self._cgroups, self._root)
+            lines.insert(0, f"cgroup {name[0] if name else '?'}{of}: oom_kill {before} -> {now}")
+        return lines
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        self._log.close()
 
 
 def chosen(lines: Sequence[str], pids: set[int]) -> list[str]:
@@ -86,46 +117,50 @@ def chosen(lines: Sequence[str], pids: set[int]) -> list[str]:
     return [line[:MAX_WIDTH] for line in picked[-MAX_LINES:]]
 
 
-def messages(age_s: float = math.inf, path: str = "/dev/kmsg") -> Optional[List[str]]:
-    """The messages of the kernel's log that are not older than that; None where it may not be read."""
-    deadline = time.monotonic() + READ_S
-    since = time.monotonic() - age_s - 1.0
+def messages(path: str = "/dev/kmsg") -> Optional[List[str]]:
+    """All messages of the kernel's log; None where it may not be read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
-    lines: List[str] = []
-    size = 0
     try:
-        while time.monotonic() < deadline and size < _LOG_BYTES:
-            try:
-                record = os.read(file, 8192)  # one record with each read
-            except BrokenPipeError:
-                continue  # the one to be read next has been overwritten meanwhile
-            except OSError:  # EAGAIN: that was the last one
-                break
-            if not record:
-                break
-            size += len(record)
-            lines += [text for when, text in parse(record.decode("utf-8", "replace")) if when >= since]
+        return _read_on(file)
     finally:
         os.close(file)
-    return lines
 
 
-def parse(records: str) -> list[tuple[float, str]]:
-    """Seconds since the start and message of each record, ``PRIORITY,NUMBER,MICROSECONDS,FLAGS;MESSAGE``."""
+def _read_on(file: int) -> List[str]:
+    """The messages from where the log was read last; bounded in time and size."""
+    deadline = time.monotonic() + READ_S
+    found: List[str] = []
+    size = 0
+    while time.monotonic() < deadline and size < _LOG_BYTES:
+        try:
+            record = os.read(file, 8192)  # one record with each read
+        except BrokenPipeError:
+            continue  # the one to be read next has been overwritten meanwhile
+        except OSError:  # EAGAIN: that was the last one
+            break
+        if not record:
+            break
+        size += len(record)
+        found += parse(record.decode("utf-8", "replace"))
+    return found
+
+
+def parse(records: str) -> list[str]:
+    """The message of each record, ``PRIORITY,NUMBER,MICROSECONDS,FLAGS;MESSAGE``."""
     found = []
     for line in records.splitlines():
         head, is_record, message = line.partition(";")
         fields = head.split(",")
         if is_record and len(fields) >= 3 and fields[2].isdigit():  # else a record's dictionary, indented
-            found.append((int(fields[2]) / 1e6, message))
+            found.append(message)
     return found
 
 
 def _dmesg(since: float) -> list[str]:
-    """The same from ``dmesg``, which some systems let users run."""
+    """The messages since then, in seconds since the start, from ``dmesg``, which some systems let users run."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             ["dmesg"], capture_output=True, timeout=READ_S, check=False, stdin=subprocess.DEVNULL

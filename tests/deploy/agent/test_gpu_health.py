@@ -14,7 +14,8 @@ from fake_nvml import FakeNvml
 from nodekit.deploy.agent.telemetry import gpu_health
 from nodekit.deploy.agent.telemetry.gpu_health import GpuHealth
 from nodekit.deploy.host.probes.gpu import gpu_watch
-from nodekit.deploy.host.probes.gpu.gpu_watch import KernelLog, Lost, Nvml
+from nodekit.deploy.host.probes.gpu.gpu_watch import Lost, Nvml
+from nodekit.deploy.host.probes.kernel import Log
 from nodekit.deploy.host.schema import WorkerFailure
 
 Health = Callable[..., GpuHealth]
@@ -74,7 +75,7 @@ def test_a_gpu_that_is_not_ours_to_ask_is_not_taken_for_missing(fake_nvml: FakeN
     fake_nvml.gpu(1, forbidden=1)
     nvml = Nvml.load()
     assert nvml is not None
-    look = next(gpu_watch.looks(nvml, [0, 1], KernelLog("/nonexistent")))
+    look = next(gpu_watch.looks(nvml, [0, 1], Log("/nonexistent")))
     assert ([each["index"] for each in look["gpus"]], look["missing"], look["lost"]) == ([0], [], [])
 
 
@@ -83,7 +84,7 @@ def test_a_look_tells_of_our_gpus_alone(fake_nvml: FakeNvml, monkeypatch: pytest
     nvml = Nvml.load()
     assert nvml is not None
     fake_nvml.kernel_says(OFF)  # of before
-    looks = gpu_watch.looks(nvml, [1, 7], KernelLog(str(fake_nvml.log)))
+    looks = gpu_watch.looks(nvml, [1, 7], Log(str(fake_nvml.log)))
     first = next(looks)
     assert ([each["index"] for each in first["gpus"]], first["xids"]) == ([1], [])
     assert (first["lost"], first["missing"]) == ([], [7])
@@ -101,7 +102,7 @@ def test_an_xid_that_only_the_driver_tells_of_is_seen(
 ) -> None:
     nvml = Nvml.load()
     assert nvml is not None
-    looks = gpu_watch.looks(nvml, [0], KernelLog("/nonexistent"))
+    looks = gpu_watch.looks(nvml, [0], Log("/nonexistent"))
     next(looks)
     fake_nvml.xid(0, 119)
     # A look that is late does not wait for the driver.

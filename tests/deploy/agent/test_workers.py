@@ -663,6 +663,27 @@ def test_without_its_server_workers_die_and_the_next_start_afresh(driver: Driver
     assert "the fork server is lost" in (one.folder / "driver.log").read_text()
 
 
+def test_while_workers_run_forks_wait_for_the_next_start(driver: Drivers) -> None:
+    one = driver([])
+    assert one.server
+    script = one.script("import os; print('rank', os.environ['LOCAL_RANK'], 'is up')\n" + UP)
+    known = {one.process.pid, one.server, *one.start(script, script).values()}
+    waiting = until(lambda: len(found := {*processes_of(one.marker)} - known) == 2 and found)
+    killed = waiting.pop()
+    os.kill(killed, signal.SIGKILL)
+    one.call("stop", GRACE_S)
+    pids = one.start(script, script, script)
+    assert waiting < {*pids.values()}
+    assert killed not in pids.values()
+    for rank in pids:
+        one.said(f"rank {rank} is up", rank)
+    waiting = until(
+        lambda: len(found := {*processes_of(one.marker)} - known - {*pids.values()}) == 3 and found
+    )
+    os.kill(one.server, signal.SIGKILL)
+    until(lambda: waiting.isdisjoint(processes_of(one.marker)))
+
+
 def test_a_relative_python_path_starts_afresh(driver: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/nowhere:lib")
     one = driver([])

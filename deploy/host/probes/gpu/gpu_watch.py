@@ -186,34 +186,7 @@ class Nvml:
         return status
 
 
-class KernelLog:
-    """The lines that are added to the kernel's log from now on; none where it may not be read."""
-
-    def __init__(self, path: str) -> None:
-        """Begin at its end."""
-        try:
-            self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.lseek(self._handle, 0, os.SEEK_END)
-        except OSError:
-            self._handle = -1
-
-    def new(self) -> List[str]:
-        """Return the messages that have come since."""
-        lines: List[str] = []
-        while self._handle >= 0:
-            try:
-                record = os.read(self._handle, 8192)
-            except BrokenPipeError:
-                continue  # overwritten before it was read
-            except OSError:  # EAGAIN: that was the last one
-                break
-            if not record:
-                break
-            lines += [text for _, text in kernel.parse(record.decode("utf-8", "replace"))]
-        return lines
-
-
-def looks(nvml: Nvml, indices: Sequence[int], log: KernelLog) -> Iterator[Dict[str, Any]]:
+def looks(nvml: Nvml, indices: Sequence[int], log: kernel.Log) -> Iterator[Dict[str, Any]]:
     """Look every second: ``gpus`` (samples), ``xids`` (GPU or null, number, text), ``lost`` and ``missing`` (GPUs)."""
     lost: List[int] = []
     missing: List[int] = []
@@ -240,7 +213,7 @@ def looks(nvml: Nvml, indices: Sequence[int], log: KernelLog) -> Iterator[Dict[s
             except Lost:
                 lost.append(index)
         there = [index for index in there if index not in lost]
-        for xid in parse_xids(log.new()):
+        for xid in parse_xids(log.new() or []):
             # Another GPU's is another job's; but where none tells its address, it may be one of ours.
             if xid.number in HARDWARE_XIDS and (xid.bus in buses or not buses):
                 xids.append((buses.get(xid.bus), xid.number, xid.text))
@@ -261,7 +234,7 @@ def main() -> None:
     nvml = Nvml.load()
     if nvml is None:
         return
-    log = KernelLog(os.environ.get("NODEKIT_KMSG", "/dev/kmsg"))
+    log = kernel.Log(os.environ.get("NODEKIT_KMSG", "/dev/kmsg"))
     try:
         for found in looks(nvml, indices, log):
             print(json.dumps(found), flush=True)
