@@ -9,7 +9,7 @@ import functools
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import warm_python
@@ -65,7 +65,7 @@ class _Maker(warm_python._Maker):
         super()._become(start, target)
 
     def load(self, preload: Iterable[str]) -> None:
-        def forget_nothing(*, but: str) -> None:
+        def forget_nothing(ours: Sequence[str], *, but: str) -> None:
             """All of kit is there."""
 
         fresh.forget_ours = forget_nothing

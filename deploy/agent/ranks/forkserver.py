@@ -163,9 +163,8 @@ class _Server:
         self._pids: dict[int, int] = {}
         self._waiting: dict[int, int] = {}  # pid of a fork that waits for a start → the pipe that it reads
         self._num_wanted = 0  # of these
-        self._ours: list[
-            str
-        ] = []  # found here, or each fork would have its pages copied by looking at all modules
+        # Known here: each fork would have the kernel copy many pages by looking at all modules.
+        self._own_modules: list[str] = []
         self._agent = 0
         self._stuck: set[int] = set()
 
@@ -178,7 +177,7 @@ class _Server:
         os.closerange(3, ours)
         os.closerange(ours + 1, os.sysconf("SC_OPEN_MAX"))
         _import(preload)
-        self._ours = fresh.loaded_of_ours()
+        self._own_modules = fresh.loaded_of_ours()
         worker.die_with(None)  # from here on we see its end ourselves, and end also what workers started
         for line in self._requests():
             request = json.loads(line)
@@ -210,7 +209,7 @@ class _Server:
                 len(self._waiting) < self._num_wanted and not select.select([self._socket], [], [], IDLE_S)[0]
             ):
                 try:
-                    self._waiting.update([self._fork()])
+                    self._waiting.update([self._new_fork()])
                 except OSError:  # for lack of memory, say: not before the next start
                     self._num_wanted = 0
             elif came := self._socket.recv(1 << 16):
@@ -224,7 +223,7 @@ class _Server:
         os.environ.clear()
         os.environ.update(env)
         _import(names)
-        self._ours = fresh.loaded_of_ours()
+        self._own_modules = fresh.loaded_of_ours()
         worker.die_with(None)
         after = os.environ.items()
         self._set_by_imports = [(name, env.get(name), now) for name, now in after if env.get(name) != now]
@@ -246,7 +245,7 @@ class _Server:
     def _started(self, start: Mapping[str, Any]) -> int:
         """The pid of a fork that has been told what to become."""
         while True:
-            pid, pipe = self._waiting.popitem() if self._waiting else self._fork()
+            pid, pipe = self._waiting.popitem() if self._waiting else self._new_fork()
             try:
                 with open(pipe, "wb") as file:  # noqa: PTH123
                     file.write(json.dumps(start).encode())
@@ -255,7 +254,7 @@ class _Server:
             else:
                 return pid
 
-    def _fork(self) -> tuple[int, int]:
+    def _new_fork(self) -> tuple[int, int]:
         """A process that waits for what it is to become, and the pipe through which it is told."""
         server = os.getpid()
         theirs, ours = os.pipe()
@@ -273,7 +272,9 @@ class _Server:
                 with open(theirs, "rb") as file:  # noqa: PTH123
                     text = file.read()
                 if text:
-                    self._become(json.loads(text), server)
+                    start = json.loads(text)
+                    worker.settle(server, self._agent, start["log"])
+                    self._become(start, None if start["is_executed"] else Target.parse(start["argv"]))
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -281,10 +282,8 @@ class _Server:
         os.close(theirs)
         return pid, ours
 
-    def _become(self, start: Mapping[str, Any], server: int) -> NoReturn:
-        worker.settle(server, self._agent, start["log"])
+    def _become(self, start: Mapping[str, Any], target: Target | None) -> NoReturn:
         argv, env, cwd = list(start["argv"]), dict(start["env"]), start["cwd"]
-        target = None if start["is_executed"] else Target.parse(argv)
         torch = sys.modules.get("torch")
         if target is None or (torch and torch.cuda._is_in_bad_fork()):  # a preload has woken CUDA
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
@@ -318,7 +317,9 @@ class _Server:
         sys.path[:] = self._path
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = target.folder(cwd)
-        fresh.forget_ours(self._ours, but=TRAINING if target.is_training else "")
+        fresh.forget_ours(
+            self._own_modules or fresh.loaded_of_ours(), but=TRAINING if target.is_training else ""
+        )
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
