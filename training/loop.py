@@ -191,7 +191,10 @@ class Loop:
             track=options.track,
             settings=asdict(options),
         )
-        self.waits = Waits(self.world.device, self.world.progress_file, rank=self.world.rank)
+        always_trained = getattr(self.engine, "always_trained", None)
+        self.waits = Waits(
+            self.world.device, self.world.progress_file, rank=self.world.rank, always_trained=always_trained
+        )
         data, how = self.task.test_data(), loading(options, self.world, self.task)
         self.evaluation = Evaluation(self.task, data, self.world, self.report, how, options.eval_batch_size)
 
@@ -325,7 +328,7 @@ class Loop:
                     loss_sum = loss_sum + part_of_loss(loss, micro.share, self.world.device)
                     if micro.is_last:
                         self._start_sum(loss_sum)
-                    loss_part = loss * micro.weight
+                    loss_part = loss if micro.weight == 1 else loss * micro.weight  # 1 for most
                     with self.waits.backward(loss_part):
                         self.engine.backward(loss_part)
                 if micro.is_last:
@@ -400,11 +403,12 @@ class Loop:
             is_common = averages or self._epoch_ends or self._evaluates or stop
             if is_common:
                 self.local_sgd.average()
+        ends_early = False
         if self._evaluates and not self._epoch_ends and not stop:
             stop = not self._evaluate("at step")
+            ends_early = bool(self._why_early)
             self.module.train()
         self._owes_snapshot = is_due and not is_common
-        ends_early = bool(self._why_early)
         if (is_due and is_common) or (stop and not self.is_paused) or ends_early:
             self._save()
         return stop or ends_early

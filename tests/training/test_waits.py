@@ -31,15 +31,22 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / ".waits3"
 
 
-def test_what_is_waited_at_the_end_of_a_backward_pass_is_told_from_the_pass(told: Path) -> None:
-    own = Waits(torch.device("cpu"), told.with_name("rank3"), rank=3)
+@pytest.mark.parametrize(
+    "is_known", [False, True], ids=["by a hook on the loss", "by a parameter that is known"]
+)
+def test_what_is_waited_at_the_end_of_a_backward_pass_is_told_from_the_pass(
+    told: Path, is_known: bool
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    known = parameter if is_known else None
+    own = Waits(torch.device("cpu"), told.with_name("rank3"), rank=3, always_trained=known)
     own.step()
     assert not told.exists(), "the first step has what is slow only once"
     begin = time.monotonic()
     for _ in range(2):
         loss = _WaitsAtTheEnd.apply(torch.ones((), requires_grad=True)) * 2
         with own.backward(loss):
-            loss.backward()
+            torch.autograd.backward([loss, parameter], [None, torch.ones(1)])
     took_s = time.monotonic() - begin
     begin = time.monotonic()
     with own.for_others():

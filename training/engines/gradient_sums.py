@@ -22,7 +22,10 @@ class GradientSums:
 
     def __init__(self, module: torch.nn.Module, rank: int, world_size: int) -> None:
         self._module, self._rank, self._world_size = module, rank, world_size
-        self._parameter = torch.nn.Parameter(torch.zeros(_MOST + 2 * world_size, dtype=torch.float32))
+        self.parameter = torch.nn.Parameter(torch.zeros(_MOST + 2 * world_size, dtype=torch.float32))
+        """Part of each backward pass."""
+        self._values = torch.zeros_like(self.parameter, requires_grad=False)
+        self._numbers = self._values.numpy()  # the same memory
         self._own: Sequence[float] = ()  # what goes with the next backward pass
         self._means: list[torch.Tensor] = []
 
@@ -30,7 +33,7 @@ class GradientSums:
     def found_in_module(self) -> Iterator[None]:
         """While DDP is made and set up, the module has the parameter, after all others; nobody else is to see it."""
         holder = torch.nn.Module()
-        holder.register_parameter(_NAME, self._parameter)
+        holder.register_parameter(_NAME, self.parameter)
         self._module.add_module(_NAME, holder)
         try:
             yield
@@ -48,12 +51,11 @@ class GradientSums:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Make the backward pass of a loss."""
-        num_more = len(self._parameter) - len(self._own)
-        values = torch.tensor([*self._own, *[0.0] * num_more], dtype=torch.float32)
-        torch.autograd.backward([loss, self._parameter], [None, values])
-        assert self._parameter.grad is not None
-        self._means.append(self._parameter.grad)
-        self._own, self._means, self._parameter.grad = (), [], None
+        self._numbers[: len(self._own)], self._numbers[len(self._own) :] = self._own, 0.0
+        torch.autograd.backward([loss, self.parameter], [None, self._values])
+        assert self.parameter.grad is not None
+        self._means.append(self.parameter.grad)
+        self._own, self._means, self.parameter.grad = (), [], None
 
     def _read(self, num: int, means: list[torch.Tensor]) -> list[float]:
         (found,) = means

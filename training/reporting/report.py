@@ -144,25 +144,24 @@ class Report:
             self._last_line = now
             self.say(f"step {step}/{self._total_steps} {text} lr {lr:.3g} {rate:.0f} samples/s")
         if self._world.is_first_on_node:
-            values = {
-                "step": step,
-                "attempt": self._attempt,
-                "epoch": epoch,
-                "loss": loss,
-                "lr": lr,
-                "time": ended,
-            }
-            if now - self._last_slow_curves >= _SLOW_CURVES_EVERY_S:
-                self._last_slow_curves = now
-                values["samples_per_s"] = rate
             # By the time it ended: with local SGD, many steps are reported at once.
             point_every_s = max(
                 _POINT_EVERY_S, min(_SLOW_CURVES_EVERY_S, (now - self._started) * _POINT_EVERY)
             )
-            is_point = abs(ended - self._last_point) >= point_every_s or "samples_per_s" in values
-            if is_point:
+            has_rate = now - self._last_slow_curves >= _SLOW_CURVES_EVERY_S
+            if has_rate or abs(ended - self._last_point) >= point_every_s or step == self._total_steps:
                 self._last_point = ended
-            self._keep(values, is_drawn=is_point or step == self._total_steps)
+                values: dict[str, Any] = {"step": step, "attempt": self._attempt, "epoch": epoch}
+                values |= {"loss": loss, "lr": lr, "time": ended}
+                if has_rate:
+                    self._last_slow_curves = now
+                    values["samples_per_s"] = rate
+                self._keep(values)
+            else:  # as JSON, in less time than its encoder takes: these are text and finite numbers
+                self._write(
+                    f'{{"step": {step}, "attempt": "{self._attempt}", "epoch": {epoch}, "loss": {loss!r}, '
+                    f'"lr": {lr!r}, "time": {ended!r}}}'
+                )
         if self._timed_from_s is None:
             self._timed_from_s = time.monotonic()
 
@@ -275,15 +274,19 @@ class Report:
         except OSError as error:
             log.warning("%s is not written: %s", path, error)
 
-    def _keep(self, values: dict[str, Any], *, is_drawn: bool = True) -> None:
-        """Write a line of metrics.jsonl, and draw its points."""
+    def _write(self, line: str) -> None:
+        """Write a line of metrics.jsonl."""
         if self._metrics is not None:
             try:  # not buffered: a kill may come at any time
-                self._metrics.write(json.dumps(values).encode() + b"\n")
+                self._metrics.write(f"{line}\n".encode())
             except OSError as error:  # a full disk must not end the training
                 log.warning("%s is no longer written: %s", self._metrics.name, error)
                 self._metrics = None
-        if not self._world.is_main or not is_drawn:
+
+    def _keep(self, values: dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl, and draw its points."""
+        self._write(json.dumps(values))
+        if not self._world.is_main:
             return
         if self._curves is None:  # after the first step, since the import is slow
             self._curves = Curves(
