@@ -328,7 +328,8 @@ class Loop:
                     loss_sum = loss_sum + part_of_loss(loss, micro.share, self.world.device)
                     if micro.is_last:
                         self._start_sum(loss_sum)
-                    loss_part = loss if micro.weight == 1 else loss * micro.weight  # 1 for most
+                    is_plain = micro.weight == 1 and self.waits.takes_any_loss
+                    loss_part = loss if is_plain else loss * micro.weight
                     with self.waits.backward(loss_part):
                         self.engine.backward(loss_part)
                 if micro.is_last:

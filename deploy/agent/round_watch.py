@@ -249,12 +249,13 @@ class RoundWatch:
             keep_s: as of `Attempts.end`.
         """
         self._attempts.end(grace_s, why, tell=tell, keep_s=keep_s)
+        step, seconds = self._record.step, self._attempts.seconds
         if is_replaced:
             self._attempts.replace(self._spec)
         self._record.update(state="rendezvous", workers=[], members=[])
         self.budget.took_steps(
-            self._record.step,
-            seconds=self._attempts.seconds if active_s is None else active_s,
+            step,
+            seconds=seconds if active_s is None else active_s,
             seems_trained=any(guess.advances(str(log)) for log in self._attempts.logs.values()),
             ended_by=ended_by,
         )

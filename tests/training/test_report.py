@@ -1,6 +1,7 @@
 """What a run's result says of its cost: throughput of its steps alone, and memory."""
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nodekit.training.reporting.report import Report
+from nodekit.training.reporting.report import Report, _process_age_s
 from nodekit.training.world import World
 
 
@@ -154,3 +155,12 @@ def test_what_is_said_is_in_the_log_at_once(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr("sys.stdout", log)
         report.say("first step")
         assert path.read_text() == "first step\n"
+
+
+def test_a_process_that_has_waited_for_its_start_is_as_old_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_s = _process_age_s()
+    assert own_s is not None
+    monkeypatch.setenv("NODEKIT_STARTED", f"{time.clock_gettime(time.CLOCK_BOOTTIME) - own_s - 5:.3f}")
+    found_s = _process_age_s()
+    assert found_s is not None
+    assert own_s + 5 <= found_s + 0.011 < own_s + 60  # the kernel counts in hundredths

@@ -132,6 +132,4 @@ def macro_f1(predicted: torch.Tensor, targets: torch.Tensor) -> float:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move the tensors of a batch, however it is nested."""
-    if device.type == "cpu":  # where a loader's are
-        return batch
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -337,10 +337,12 @@ class Report:
 def _process_age_s() -> float | None:
     """Seconds since this process was started; None on a system without /proc."""
     try:
+        if by_kit := os.environ.get("NODEKIT_STARTED"):  # the process may have waited for its start
+            return time.clock_gettime(time.CLOCK_BOOTTIME) - float(by_kit)
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up_s = float(Path("/proc/uptime").read_text().split()[0])
         return up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, ValueError):
         return None
 
 

@@ -54,7 +54,8 @@ class Waits:
         self._is_there: Any = None
         """When all gradients of this rank were there, in the present backward pass."""
         self._waits_since = 0.0
-        self._is_hooked = always_trained is not None
+        self.takes_any_loss = always_trained is not None
+        """Whether the loss gets no hook."""
         if always_trained is not None:
             always_trained.register_hook(self._pass_begins)  # type: ignore[no-untyped-call]
 
@@ -72,10 +73,11 @@ class Waits:
     def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Around a backward pass: what engines wait for at its end, when all gradients of this rank are there.
 
-        A hook stays on the loss.
+        Unless `takes_any_loss`, the loss is to be a tensor that was made for this: a hook stays on it, and is to come
+        before those that an engine has on what the model returns.
         """
         self._is_there = None
-        if not self._is_hooked:
+        if not self.takes_any_loss:
             loss.register_hook(self._pass_begins)  # type: ignore[no-untyped-call]
         return self._pass
 

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,8 @@ class Attempts:
         self._messages.prepare(range(spec.nproc_per_node))
         for local_rank in local_ranks:
             self._messages.keep(local_rank)
+            with contextlib.suppress(OSError):  # of one that came to no attempt
+                Path(self._log_before(local_rank)).unlink()
         starts = [
             WorkerStart(
                 local_rank=local_rank,
@@ -128,6 +131,7 @@ class Attempts:
                     **self._environment(spec, None, local_rank),
                     **flight.buffer_size(os.environ, torch.__version__),  # read when NCCL starts
                     "NODEKIT_STANDBY": str(num_ranks),
+                    **_started_now(),
                 },
                 cwd=spec.code_dir,
                 log=self._log_before(local_rank),
@@ -198,7 +202,8 @@ class Attempts:
             changes = {key: value for key, value in start.env.items() if os.environ.get(key) != value}
             if not self._messages.send(start.local_rank, {"kind": "next", "env": changes, "log": start.log}):
                 os.kill(self.workers.pids[start.local_rank], signal.SIGKILL)  # its end is seen like any other
-        pids = self.workers.start([start for start in starts if start.local_rank not in waiting])
+        anew = [start for start in starts if start.local_rank not in waiting]
+        pids = self.workers.start([replace(start, env={**start.env, **_started_now()}) for start in anew])
         self._started = time.monotonic()
         self._ended: dict[int, float] = {}
         workers = [
@@ -493,6 +498,11 @@ def imports_for(argv: Sequence[str]) -> list[str]:
             return imports_of(read(target.args))
     except (OptionsError, SystemExit):  # the ranks say what is wrong, or how the module is used
         return []
+
+
+def _started_now() -> dict[str, str]:
+    """When a rank was started, in seconds since the machine was: its process may have waited for that as a fork."""
+    return {"NODEKIT_STARTED": f"{time.clock_gettime(time.CLOCK_BOOTTIME):.3f}"}
 
 
 def _name_threads() -> None:

@@ -239,13 +239,14 @@ class _Server:
             self._pids[start["local_rank"]] = self._started({**start, "is_executed": bool(why_not)})
             if why_not:
                 executed[start["local_rank"]] = why_not
-        self._num_wanted = len(starts) - len(executed)
+        self._num_wanted = max(self._num_wanted, len(starts) - len(executed))
         return executed
 
     def _started(self, start: Mapping[str, Any]) -> int:
         """The pid of a fork that has been told what to become."""
         while True:
             pid, pipe = self._waiting.popitem() if self._waiting else self._new_fork()
+            os.kill(pid, signal.SIGCONT)  # should somebody have stopped it
             try:
                 with open(pipe, "wb") as file:  # noqa: PTH123
                     file.write(json.dumps(start).encode())
@@ -267,10 +268,14 @@ class _Server:
         if pid == 0:
             try:
                 worker.die_with(server)
-                for descriptor in (ours, self._socket.fileno(), *self._waiting.values()):
-                    os.close(descriptor)
+                self._socket.close()
+                for pipe in (ours, *self._waiting.values()):
+                    os.close(pipe)
+                # A signal for it ends it, and is not kept for the worker that it would become.
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
                 with open(theirs, "rb") as file:  # noqa: PTH123
                     text = file.read()
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
                 if text:
                     start = json.loads(text)
                     worker.settle(server, self._agent, start["log"])
