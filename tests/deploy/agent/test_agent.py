@@ -287,6 +287,19 @@ def test_ranks_are_told_what_was_committed_before(agents: Agents) -> None:
     assert agents.log(0) == "step 6 was committed\n"
 
 
+def test_each_start_of_a_rank_has_its_own_time(agents: Agents) -> None:
+    agents.start(
+        "import os, sys, time\nprint(os.environ['NODEKIT_STARTED'], time.clock_gettime(time.CLOCK_BOOTTIME))\n"
+        "sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))",
+        num_nodes=1,
+        max_restarts=1,
+    )
+    agents.wait("n0", "succeeded")
+    times = [float(word) for attempt in ("0.0", "0.1") for word in agents.log(0, attempt).split()]
+    assert times == sorted(times), "the second is started after the first has ended"
+    assert len(times) == 4
+
+
 def test_a_rank_that_raises_fails_its_node_with_its_own_traceback(agents: Agents) -> None:
     agents.start(ALL_REDUCE + "if dist.get_rank() == 1: raise KeyError('x y')\ndist.all_reduce(total)")
     status = agents.wait("n1", "failed")
