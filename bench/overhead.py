@@ -36,7 +36,7 @@ LOGGING = ("logbook", "status")  # threads of the agent: lines are dated and bou
 DESCRIPTION = """\
 Six costs of seeing a run.
 
-  training   a node of one core trains the shared module, which takes all of it; the supervisor is on another
+  training   a node of one core trains the training module, which takes all of it; the supervisor is on another
              core, as it is on another machine. What watches (the channel's far end, the supervisor) is stopped in
              some windows, what logs (threads of the agent) too in others, and all of kit in the rest: how many
              steps per second there are with it, as a ratio to those without. It is the hardest case: no second
@@ -151,7 +151,7 @@ def _rate(steps: Sequence[tuple[float, int]], start: float, end: float) -> float
 
 
 def noted_us(*, num_steps: int = 500, step_s: float = 0.009) -> float:
-    """Microseconds of processor that the shared module takes at each step to note it, in all its threads."""
+    """Microseconds of processor that the training module takes at each step to note it, in all its threads."""
     from nodekit.training.reporting.report import Report
     from nodekit.training.world import World
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rounds import BenchError
 
-START_S = 60.0
+START_S = 180.0  # a step may take a second
 # Every step like the others: an evaluation or a snapshot in one window and not in the next would be most of the noise.
 EVEN = ("--epochs", "1000000", "--eval-every", "1000000", "--best", "off", "--snapshot-seconds", "3600")
 INVENTORY = """\

@@ -62,6 +62,12 @@ class KitErrors(KitError):
         self.errors = several
 
 
+class WrongUsage(KitError):
+    """What the command line asks for is not possible, or does not go together."""
+
+    exit_code = 2
+
+
 class InventoryError(KitError, ValueError):
     """The inventory is not right; the message has one ``file:line`` per mistake."""
 

@@ -243,9 +243,9 @@ class Timings(_Model):
     """How long things may take."""
 
     keep_alive: Seconds = 0.5
-    """Seconds from one sign of life of a node to the next."""
+    """Seconds from one keepalive of a node to the next."""
     lost_after: PositiveCount = 5
-    """How many signs of life may be missed before a node counts as lost."""
+    """How many keepalives may be missed before a node counts as lost."""
     last_call: Seconds = 1.0
     """Seconds that a new rendezvous round waits for one more node."""
     wait: Seconds = 1800.0

@@ -17,7 +17,8 @@ from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.launch import watch as leading
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import Interrupts, NothingLeft, sigterm_interrupts
-from nodekit.deploy.output.phases import Phases, count
+from nodekit.deploy.output.phases import Phases
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.records import events, fetchlogs, locks, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen.verdict_screen import resume_command, with_left_out

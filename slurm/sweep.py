@@ -18,7 +18,8 @@ from nodekit.deploy.connect.channel import ChannelLost, HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import sigterm_interrupts
-from nodekit.deploy.output.phases import Phases, count
+from nodekit.deploy.output.phases import Phases
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records import find_runs, locks, runs, secret_files
 from nodekit.deploy.records.runs import Run

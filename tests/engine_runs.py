@@ -1,4 +1,4 @@
-"""Runs of the shared module under torchrun on this machine, and what they have left."""
+"""Runs of the training module under torchrun on this machine, and what they have left."""
 
 from __future__ import annotations
 

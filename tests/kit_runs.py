@@ -27,7 +27,7 @@ RUN_ID = re.compile(r"^(?:run|resuming) (\S+?);?(?: |$)", re.MULTILINE)
 
 
 def slow_training(epochs: int) -> list[str]:
-    """The shared module on a task that goes as slowly as a story wants, with a snapshot every 20 steps."""
+    """The training module on a task that goes as slowly as a story wants, with a snapshot every 20 steps."""
     argv = ["-m", "nodekit.training", "--task", "slow.py:Task"]
     return [*argv, "--epochs", str(epochs), "--snapshot-every", "20"]
 

@@ -1,10 +1,10 @@
 """A python that is there at once: a fork of one process that has imported torch and its friends already.
 
-A test that starts the shared module spends most of its time in imports, in every rank anew. `program` is the path of a
-program (warm_client.c) to be used as ``python`` is. It has that one process fork a child, which becomes what was asked
-for as kit's own ranks do (deploy/agent/ranks/forkserver.py), with the caller's files, folder and environment; it passes
-signals on and ends as the child ends. What a fork cannot be (``python -c``, another PYTHONPATH) is executed by the real
-python.
+A test that starts the training module spends most of its time in imports, in every rank anew. `program` is the path of
+a program (warm_client.c) to be used as ``python`` is. It has that one process fork a child, which becomes what was
+asked for as kit's own ranks do (deploy/agent/ranks/forkserver.py), with the caller's files, folder and environment; it
+passes signals on and ends as the child ends. What a fork cannot be (``python -c``, another PYTHONPATH) is executed
+by the real python.
 
 Its pid is not the child's: SIGSTOP, resource limits and ``/proc/PID`` are for the real one, ``sys.executable``.
 """

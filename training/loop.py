@@ -21,6 +21,7 @@ from nodekit.training.group.collectives import broadcast_from_first
 from nodekit.training.options.options import Options
 from nodekit.training.process import rng
 from nodekit.training.process.kept import Kept
+from nodekit.training.process.stages import KEEPING, PAUSING
 from nodekit.training.process.stop import Stop
 from nodekit.training.reporting.report import Report
 from nodekit.training.reporting.waits import Waits
@@ -41,7 +42,7 @@ from nodekit.training.weights.best import Best
 from nodekit.training.weights.digest import size_bytes, weights_sha256
 from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.weights.export import load_weights, read_weights
-from nodekit.training.world import KEEPING, PAUSING, World
+from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
 

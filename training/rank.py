@@ -202,10 +202,10 @@ def _attempt(
 ) -> "int | Kept":
     """Train, from what was kept in an earlier attempt if anything was: the exit status, or what the next one gets."""
     from nodekit.training.attempts import reform
+    from nodekit.training.process.stages import KEEPING
     from nodekit.training.reporting import node_lines
     from nodekit.training.snapshots.emergency import why_over
     from nodekit.training.snapshots.files.fence import EXIT_FENCED, Fenced
-    from nodekit.training.world import KEEPING
 
     loops: list[Loop] = []
     try:

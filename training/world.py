@@ -18,6 +18,7 @@ from nodekit.training.group.agent_messages import AgentMessages, messages_from
 from nodekit.training.group.collectives import gather_objects, start_sum
 from nodekit.training.group.initmethod import InitMethod
 from nodekit.training.process import devices
+from nodekit.training.process.stages import KEEPING, STARTING
 from nodekit.training.process.stop import signals_put_off
 
 if TYPE_CHECKING:
@@ -25,14 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nodekit.training")
 
-STAGE = "starting: "
-"""What a progress file begins with before the first step."""
-KEEPING = "another rank is lost: keeping the newest step"
-"""The stage in which kit does not end this rank before the grace is over."""
-PAUSING = "another node comes in: pausing after this step"
-"""Likewise."""
-WAITING = "waiting with the newest step for the next attempt"
-"""The stage in which kit has this process go on in the next attempt."""
 _PROGRESS_BYTES = 80
 _SAVES_S = 60.0  # whoever sends a signal does not wait so long
 
@@ -325,7 +318,7 @@ class World:
         """
         if self.progress_file is None:
             return
-        line = f"{STAGE if text else ''}{text}" if step is None else f"{step} {text}"
+        line = f"{STARTING if text else ''}{text}" if step is None else f"{step} {text}"
         line = line[: _PROGRESS_BYTES - 1].ljust(_PROGRESS_BYTES - 1) + "\n"
         try:
             handle = os.open(self.progress_file, os.O_WRONLY | os.O_CREAT, 0o600)

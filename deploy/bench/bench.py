@@ -58,7 +58,7 @@ class Options:
     step_s: float | None = None
     dtype: str = "fp32"
     accumulate: int = 4
-    steps_apart: int | None = None
+    local_steps: int | None = None
     num_nodes: int | None = None
     link: str | None = None
     latency: str = "0.2ms"
@@ -196,7 +196,7 @@ def _plan(options: Options, job: Job, measured: Measured | None) -> forecast.Pla
         curve,
         nums_nodes=nums_nodes(most),
         accumulate=options.accumulate,
-        steps_apart=options.steps_apart,
+        local_steps=options.local_steps,
         link_text=text,
     )
 

@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 << 20
 """DistributedDataParallel's defaults."""
 SMALL_BYTES = 64
 """Size of the losses and flags that the ranks exchange in each step."""
-TALK_S = 2.0
+SUMS_EVERY_S = 2.0
 """With local SGD, ranks exchange these about this often, and at each sync step."""
 MATRIX = 1024
 """Assumed size of a model's square matrices, for PowerSGD, if only the number of parameters is known."""
@@ -33,7 +33,7 @@ GOOD = 0.9
 WORTH = 1.2
 """The least speed-up over one node to recommend several."""
 HS = (8, 16, 32, 50, 100, 128, 200, 256, 500)
-"""Steps apart to choose from. Local SGD and DiLoCo were shown to learn as well with up to some 500."""
+"""Steps between two averages to choose from. Local SGD and DiLoCo were shown to learn as well with up to some 500."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -135,7 +135,7 @@ class Way:
     compress: str = "off"
     accumulate: int = 1
     """Micro-batches per exchange, each of one node's batch size."""
-    steps_apart: int = 0
+    local_steps: int = 0
     """0: the gradients are exchanged in each step."""
 
 
@@ -159,7 +159,7 @@ class Forecast:
         return self.efficiency * self.num_nodes
 
 
-def ways(*, accumulate: int, steps_apart: int | None) -> list[Way]:
+def ways(*, accumulate: int, local_steps: int | None) -> list[Way]:
     """Return the strategies to compare."""
     found = [
         Way(name="ddp"),
@@ -167,26 +167,26 @@ def ways(*, accumulate: int, steps_apart: int | None) -> list[Way]:
         Way(name="--compress powersgd", compress="powersgd"),
         Way(name=f"--accumulate {accumulate}", accumulate=accumulate),
     ]
-    if steps_apart:
-        found.append(Way(name=f"--diloco {steps_apart}", steps_apart=steps_apart))
+    if local_steps:
+        found.append(Way(name=f"--diloco {local_steps}", local_steps=local_steps))
     return found
 
 
 def forecast(way: Way, job: Job, curve: Curve, num_nodes: int) -> Forecast:
     """Forecast a strategy on a number of nodes."""
-    talk_s = curve.seconds(SMALL_BYTES, num_nodes)
+    sum_s = curve.seconds(SMALL_BYTES, num_nodes)
     computing_s = job.step_s * way.accumulate
     if num_nodes == 1:
         step_s = computing_s
         exchange_s = 0.0
-    elif way.steps_apart:
+    elif way.local_steps:
         exchange_s = sum(curve.seconds(size, num_nodes) for size in buckets(job.size_bytes, first=False))
-        talks = 1 + int(way.steps_apart * job.step_s / TALK_S)
-        step_s = computing_s + (exchange_s + talks * talk_s) / way.steps_apart
+        num_sums = 1 + int(way.local_steps * job.step_s / SUMS_EVERY_S)
+        step_s = computing_s + (exchange_s + num_sums * sum_s) / way.local_steps
     else:
         messages = _messages(way, job, curve, num_nodes)
         exchange_s = sum(seconds for _, seconds in messages)
-        step_s = computing_s - job.step_s + _overlapped(job.step_s, messages) + talk_s
+        step_s = computing_s - job.step_s + _overlapped(job.step_s, messages) + sum_s
     return Forecast(
         way=way,
         num_nodes=num_nodes,
@@ -253,7 +253,7 @@ def plan(
     *,
     nums_nodes: Sequence[int],
     accumulate: int = 4,
-    steps_apart: int | None = None,
+    local_steps: int | None = None,
     link_text: str,
 ) -> Plan:
     """Compare all strategies, and recommend one for the largest number of nodes.
@@ -263,22 +263,22 @@ def plan(
         curve: of the network between the nodes.
         nums_nodes: how many there may be, growing.
         accumulate: how many micro-batches to try.
-        steps_apart: the H of local SGD; None: the least of `HS` that is good.
+        local_steps: the H of local SGD; None: the least of `HS` that is good.
         link_text: the network in words.
     """
     most = nums_nodes[-1]
-    chosen = steps_apart or enough_apart(job, curve, most)
+    chosen = local_steps or enough_local_steps(job, curve, most)
     rows = tuple(
         tuple(forecast(way, job, curve, number) for number in nums_nodes)
-        for way in ways(accumulate=accumulate, steps_apart=chosen)
+        for way in ways(accumulate=accumulate, local_steps=chosen)
     )
     return Plan(job=job, rows=rows, sentence=advise(job, [row[-1] for row in rows], link_text))
 
 
-def enough_apart(job: Job, curve: Curve, num_nodes: int) -> int:
+def enough_local_steps(job: Job, curve: Curve, num_nodes: int) -> int:
     """Return the smallest H of `HS` whose efficiency is at least `GOOD`, else the largest."""
     for number in HS:
-        way = Way(name="", steps_apart=number)
+        way = Way(name="", local_steps=number)
         if forecast(way, job, curve, num_nodes).efficiency >= GOOD:
             return number
     return HS[-1]

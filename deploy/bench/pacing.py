@@ -29,7 +29,7 @@ _WHAT = "a few steps of the job"
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What the inventory's job asks of the shared training module."""
+    """What the inventory's job asks of the training module."""
 
     arguments: tuple[str, ...]
     num_ranks: int
@@ -51,7 +51,7 @@ def on_first(
         progress: is told how far it is.
 
     Raises:
-        KitError: the job is not the shared training module's, or fails.
+        KitError: the job is not the training module's, or fails.
     """
     node = nodes[0]
     channel = channels[node.name]
@@ -79,7 +79,7 @@ def refuse(inventory: Inventory) -> None:
     """Refuse a job whose model size cannot be determined.
 
     Raises:
-        KitError: it is not the shared training module's.
+        KitError: it is not the training module's.
     """
     _asked(inventory, max(1, len(inventory.hosts)), 1)
 

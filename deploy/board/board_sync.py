@@ -31,7 +31,7 @@ RETRY_S = 30.0
 _ATTEMPT = re.compile(r"\.attempt(\d+)\.(\d+)$")  # as nodekit.training.reporting.event_files names them
 LOGIN = "login"  # what a Slurm run's login node is called among the hosts
 NOTE = "from.json"
-OWN = "tensorboard"  # the folder where the shared training module has them
+OWN = "tensorboard"  # the folder where the training module has them
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import KitError, WrongUsage
 
 if TYPE_CHECKING:  # every command's file is read for `kit --help`: what is slow to import comes later
     from nodekit.deploy.connect.cluster import SshOptions
@@ -23,12 +23,6 @@ exit codes:
   4    the job failed, also after a restart, and made no progress
   130  stopped by Ctrl-C, or (up) by kit down from elsewhere
 """
-
-
-class WrongUsage(KitError):
-    """What stands on the command line does not go together: one of it would be ignored."""
-
-    exit_code = 2
 
 
 def tell(error: KitError) -> None:

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.compare import compare_chart, compare_plan, compare_report
-from nodekit.deploy.compare.compare_plan import Machine, NotPossible, Run
+from nodekit.deploy.compare.compare_plan import Machine, Run
 from nodekit.deploy.compare.compare_report import Row
 from nodekit.deploy.output import terminal
 from nodekit.deploy.output.interrupts import NothingLeft, sigterm_interrupts
-from nodekit.deploy.output.phases import count
-from nodekit.inventory.errors import JobFailed, KitError
+from nodekit.deploy.output.wording import count
+from nodekit.inventory.errors import JobFailed, KitError, WrongUsage
 
 TIMEOUT_S = 3600.0
 _LOOK = "from nodekit.deploy.compare.compare import look; look()"
@@ -53,7 +53,7 @@ class Options:
     nproc: str | None = None
     """Comma-separated numbers of ranks."""
     arguments: tuple[str, ...] = ()
-    """Arguments of the shared training module, for every run."""
+    """Arguments of the training module, for every run."""
     output: Path | None = None
     timeout_s: float = TIMEOUT_S
     """For each run."""
@@ -72,12 +72,12 @@ def compare(options: Options) -> int:
     tried = [compare_plan.parsed((*arguments, *way.arguments)) for way in ways]
     fitting = [(way, found) for way, found in zip(ways, tried, strict=True) if not isinstance(found, str)]
     if not fitting:
-        raise NotPossible("\n".join(dict.fromkeys(map(str, tried))))
+        raise WrongUsage("\n".join(dict.fromkeys(map(str, tried))))
     if not options.timeout_s > 0:
-        raise NotPossible(f"--timeout {options.timeout_s:g}: seconds above 0 are wanted")
+        raise WrongUsage(f"--timeout {options.timeout_s:g}: seconds above 0 are wanted")
     folder = options.output or Path(time.strftime("compare-%Y%m%d-%H%M%S"))
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise NotPossible(
+        raise WrongUsage(
             f"-o {folder} is there and not empty: give a new folder, or two comparisons would mix"
         )
     (way, trained), *_ = fitting
@@ -85,7 +85,7 @@ def compare(options: Options) -> int:
     plan = compare_plan.runs(ways, nums_ranks or compare_plan.usual_numbers(machine, options.table))
     reasons = {run: compare_plan.refusal(run, arguments, machine) for run in plan}
     if all(reasons.values()):
-        raise NotPossible("\n".join(dict.fromkeys(reason for reason in reasons.values() if reason)))
+        raise WrongUsage("\n".join(dict.fromkeys(reason for reason in reasons.values() if reason)))
     what, where = compare_plan.heading(trained, given, machine, plan)
     print("\n".join([what, *where.split("; ", 2)]))
     if (load := os.getloadavg()[0]) > _BUSY * machine.num_cores:
@@ -249,7 +249,7 @@ def _look_at_machine(arguments: Sequence[str]) -> Machine:
     """Check the task and its data, and return this machine.
 
     Raises:
-        NotPossible: they are not.
+        WrongUsage: they are not.
     """
     try:
         done = subprocess.run(
@@ -259,7 +259,7 @@ def _look_at_machine(arguments: Sequence[str]) -> Machine:
     except subprocess.TimeoutExpired as error:
         raise KitError(f"the task and its data were not read after {_LOOK_S:g} s") from error
     if done.returncode == 2:
-        raise NotPossible(done.stderr.strip())
+        raise WrongUsage(done.stderr.strip())
     if done.returncode:
         raise KitError(f"the task cannot be loaded:\n{done.stderr.strip()}")
     seen = json.loads(done.stdout.splitlines()[-1])

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from nodekit.deploy.compare.compare_plan import BASE
 from nodekit.deploy.compare.compare_report import Row, base_of, minutes, shown_rate, speedup
-from nodekit.deploy.output.phases import count
+from nodekit.deploy.output.wording import count
 
 _WIDTH, _LEFT, _RIGHT = 960, 150, 360
 """Of the drawing, of the names, of what stands behind the bars; in pixels."""

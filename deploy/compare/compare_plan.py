@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from nodekit.deploy.output.phases import count
-from nodekit.inventory.errors import KitError
+from nodekit.deploy.output.wording import count
+from nodekit.inventory.errors import WrongUsage
 from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 from nodekit.training.options.arguments import OptionsError, read
@@ -51,12 +51,6 @@ _OF_A_JOB = (  # variables of a job's ranks, in case we run in one
 _GRACE_S = 5.0
 _NO_SNAPSHOTS_S = 1e9
 _PROGRAM = "python -m nodekit.training: "
-
-
-class NotPossible(KitError):
-    """The requested comparison is not possible."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ def chosen(text: str | None) -> list[Way]:
     """Parse ``--engines``; default: all engines, the baseline first.
 
     Raises:
-        NotPossible: one does not exist.
+        WrongUsage: one does not exist.
     """
     names = text.split(",") if text is not None else sorted(ENGINES, key=lambda name: name not in ALONE)
     ways, problems = [], []
@@ -131,7 +125,7 @@ def chosen(text: str | None) -> list[Way]:
         options = [word for variant in variants for word in VARIANTS.get(variant, ())]
         ways.append(Way(name, ("--engine", engine, *options)))
     if problems:
-        raise NotPossible("\n".join(problems))
+        raise WrongUsage("\n".join(problems))
     return ways
 
 
@@ -139,12 +133,12 @@ def named(table: str | None, engines: str | None) -> str | None:
     """Return the text of ``--engines``, or what ``--table`` stands for.
 
     Raises:
-        NotPossible: both are given.
+        WrongUsage: both are given.
     """
     if table is None:
         return engines
     if engines is not None:
-        raise NotPossible(f"--table {table} names its engines itself: leave out --table or --engines")
+        raise WrongUsage(f"--table {table} names its engines itself: leave out --table or --engines")
     return ",".join(TABLES[table])
 
 
@@ -158,12 +152,12 @@ def numbers(text: str) -> list[int]:
     """Parse ``--nproc``.
 
     Raises:
-        NotPossible: one is not a number of ranks.
+        WrongUsage: one is not a number of ranks.
     """
     found = [each.strip() for each in text.split(",")]
     for each in found:
         if not (each.isascii() and each.isdigit() and int(each)):
-            raise NotPossible(f"--nproc {text}: '{each}' is not a number of ranks; wanted as in --nproc 1,2")
+            raise WrongUsage(f"--nproc {text}: '{each}' is not a number of ranks; wanted as in --nproc 1,2")
     return list(dict.fromkeys(map(int, found)))
 
 
@@ -177,12 +171,12 @@ def shared_arguments(given: Sequence[str]) -> tuple[str, ...]:
     """Return the training module's arguments for every run: those given, and no snapshots but the final one.
 
     Raises:
-        NotPossible: one is what we give ourselves.
+        WrongUsage: one is what we give ourselves.
     """
     names = [word.partition("=")[0] for word in given if word.startswith("--")]
     for name in names:
         if name in _OURS:
-            raise NotPossible(f"{name} after the -- would be the same for all: {_OURS[name]}, before the --")
+            raise WrongUsage(f"{name} after the -- would be the same for all: {_OURS[name]}, before the --")
     found = list(given)
     if not {"--snapshot-every", "--snapshot-seconds"} & set(names):
         found += ["--snapshot-seconds", str(_NO_SNAPSHOTS_S)]

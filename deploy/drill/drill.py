@@ -20,9 +20,9 @@ from nodekit.deploy.drill.drill_site import Site
 from nodekit.deploy.drill.faults import FAULTS, Fault, why_not
 from nodekit.deploy.output import terminal
 from nodekit.deploy.output.interrupts import sigterm_interrupts
-from nodekit.deploy.output.phases import count
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.records import record_files
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import WrongUsage
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 
@@ -32,12 +32,6 @@ if TYPE_CHECKING:
 _NO_TERMINAL_WIDTH = 200
 _NAME_WIDTH = max(map(len, FAULTS))
 _STYLES = {"survived": "green", "not survived": "bold red", "not tried": "yellow"}
-
-
-class NotPossible(KitError):
-    """A requested fault is not possible on this inventory."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +52,7 @@ def drill(options: Options) -> int:
     """Try the faults; the exit status is 0 if all were survived."""
     inventory = load_inventory(options.inventory)
     if not inventory.hosts:
-        raise NotPossible(f"{options.inventory}: a drill needs `hosts:`, not `slurm:`")
+        raise WrongUsage(f"{options.inventory}: a drill needs `hosts:`, not `slurm:`")
     site = Site(inventory, options.load_lab)
     faults = chosen(options.faults, inventory, site.lab)
     folder = record_files.folder().parent / "drills" / f"{inventory.name}-{time.strftime('%m%d-%H%M%S')}"
@@ -93,7 +87,7 @@ def chosen(names: Sequence[str], inventory: Inventory, lab: Lab | None) -> list[
     """The faults of these names, or all that are possible.
 
     Raises:
-        NotPossible: there is none of that name, or it cannot be tried here.
+        WrongUsage: there is none of that name, or it cannot be tried here.
     """
     reasons = {
         name: why_not(fault, num_nodes=len(inventory.hosts), lab=lab) for name, fault in FAULTS.items()
@@ -107,7 +101,7 @@ def chosen(names: Sequence[str], inventory: Inventory, lab: Lab | None) -> list[
         elif reasons[name]:
             problems.append(f"{name}: not on {inventory.path}: {reasons[name]}")
     if problems:
-        raise NotPossible("\n".join([*problems, f"possible there: {', '.join(possible)}"]))
+        raise WrongUsage("\n".join([*problems, f"possible there: {', '.join(possible)}"]))
     return [FAULTS[name] for name in dict.fromkeys(names or possible)]
 
 

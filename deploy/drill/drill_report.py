@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nodekit.deploy.output.phases import count
+from nodekit.deploy.output.wording import count
 
 ROUNDING = 1e-3
 """Tolerance between two curves, relative to the curve's mean: sums over another number of ranks round differently,

@@ -6,7 +6,6 @@ belongs to the command, and is ended with it.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import selectors
@@ -19,7 +18,6 @@ from typing import Any, Callable, Dict, List, Optional
 
 from nodekit.deploy.host import processes
 
-_PR_SET_CHILD_SUBREAPER = 36
 _CHUNK_BYTES = 32 * 1024
 _WINDOW = 16  # chunks on their way: a reader that is slow there stops the command here, and no memory fills
 _BEAT_S = 1.0
@@ -45,7 +43,7 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
         part: sends a part.
         limit_s: after so long it is ended.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    processes.adopt_orphans()
     limit = _Limit(part, limit_s)
     program = os.fsencode(sys.executable) if argv[0] == "python" else _bytes_of(argv[0])
     home = os.path.expanduser("~")

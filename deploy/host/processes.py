@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -11,7 +12,13 @@ from nodekit.deploy.host import files
 
 NOT_INSTALLED = "not installed"
 _PAGE_BYTES = 4096
+_PR_SET_CHILD_SUBREAPER = 36
 _boot_ids: List[str] = []  # read once: it is asked for several times a second
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what children of this process leave behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Process(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 
 from nodekit.deploy.connect.channel import HostChannel, on_all
 from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.output.wording import size_text
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.story.event_text import size_text
 
 LOOK_TIMEOUT_S = 10.0
 _MOST_ENTRIES = 4

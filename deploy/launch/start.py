@@ -17,7 +17,8 @@ from nodekit.deploy.host.schema import VERSION
 from nodekit.deploy.launch import broken_hosts, stopping
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import Interrupts, NothingLeft
-from nodekit.deploy.output.phases import Phases, count
+from nodekit.deploy.output.phases import Phases
+from nodekit.deploy.output.wording import count, size_text
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.plan.plan import Plan
@@ -27,7 +28,6 @@ from nodekit.deploy.records import events, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story import leftout
 from nodekit.deploy.story.attempts import of_kind
-from nodekit.deploy.story.event_text import size_text
 from nodekit.deploy.story.leftout import LeftOut
 from nodekit.deploy.supervise import policy
 from nodekit.deploy.supervise.node_client import SYNC_TIMEOUT_S, NodeClient, list_code, secrets_of

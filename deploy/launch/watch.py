@@ -22,7 +22,7 @@ from nodekit.deploy.launch.options import Options
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.notify import notify
 from nodekit.deploy.output.interrupts import Interrupts, Terminated
-from nodekit.deploy.output.phases import count
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.records import fetchlogs, locks
 from nodekit.deploy.records.runs import STOPPED_EXIT, Run
 from nodekit.deploy.screen.verdict_screen import failed_screen, is_over, resume_command, with_left_out

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.records import events
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
@@ -79,7 +80,7 @@ class Story:
             command = list(event.get("command") or ())
             shown = shlex.join(command[2:] if command[:2] == ["python", "-u"] else command)
             verb = "goes on" if event.get("goes_on") else "has started"
-            return self._message("start", event, f"{verb} on {_count(len(nodes), 'node')}: {shown}")
+            return self._message("start", event, f"{verb} on {count(len(nodes), 'node')}: {shown}")
         if event.kind == "run-ended" and not self._has_ended:
             self._has_ended = True
             state, why = str(event.get("state")), str(event.get("verdict") or "")
@@ -102,7 +103,7 @@ class Story:
             step = event.get("step")  # None where the script's progress has no number
             text = f"trains again{took}" + (f", from step {step:,}" if isinstance(step, int) else "")
             if self._nodes:
-                text += f", on {_count(self._nodes, 'node')}"
+                text += f", on {count(self._nodes, 'node')}"
             self._failed_at = None
             return self._message("recovery", event, text)
         return None
@@ -165,7 +166,7 @@ def _problem(event: Event, away: Collection[str]) -> str:
     if event.kind == "hang":
         return f"hangs: {_short(str(event.get('text') or 'no rank gets on'))}"
     if event.kind == "membership" and event.get("lost"):
-        lost = ", ".join(sorted(away)) or _count(int(event.get("lost")), "node")
+        lost = ", ".join(sorted(away)) or count(int(event.get("lost")), "node")
         return f"has lost {lost}"
     if event.kind == "no-quorum":
         return f"waits: {', '.join(event.get('members') or ())} are no majority"
@@ -192,7 +193,3 @@ def with_goodput(message: Message, run: Run) -> Message:
 def _short(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 1]}…"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

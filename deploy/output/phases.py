@@ -40,8 +40,3 @@ class Phases:
         """One line, unless silent."""
         if not self._silent:
             print(text, flush=True)
-
-
-def count(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -16,7 +16,7 @@ from typing import Any
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import programs
-from nodekit.deploy.output.phases import count
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.plan import gpus as host_gpus
 from nodekit.deploy.plan.check import Facts, choose_interface, choose_interfaces
 from nodekit.deploy.plan.gpus import Gpu
@@ -194,7 +194,7 @@ def refuse_options(
     env: Mapping[str, str],
     modules: Mapping[str, Collection[str]],
 ) -> None:
-    """Check the options of the shared training module, if the command runs it.
+    """Check the options of the training module, if the command runs it.
 
     Args:
         argv: what would run.

@@ -161,7 +161,7 @@ def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
     if (path := find(inventory, command)) is not None:
         roots = [path.parent, code]
     elif argv[:3] != (plan.PYTHON, "-u", "-m") or argv[2:4] == plan.TRAINING_MODULE or len(argv) < 4:
-        return Script()  # what the shared module needs besides torch, `plan.refuse_options` knows
+        return Script()  # what the training module needs besides torch, `plan.refuse_options` knows
     else:
         module = argv[3]
         path = _file_of([code], module.split("."))

@@ -7,6 +7,7 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.plan.findings import Finding, Level
 from nodekit.deploy.preflight.checkup import COLUMNS, Report
 
@@ -90,9 +91,6 @@ def _wrapped(head: str, said: str, width: int) -> list[str]:
 
 
 def _verdict(report: Report) -> str:
-    def count(number: int, noun: str) -> str:
-        return f"{number} {noun}{'' if number == 1 else 's'}"
-
     numbers = {level: sum(each.level == level for each in report.findings) for level in WORDS}
     failures, warnings = count(numbers["failure"], "failure"), count(numbers["warning"], "warning")
     if report.failed:

@@ -147,7 +147,7 @@ def examine(inventory: Inventory, seen: Mapping[str, Seen], own: Script) -> list
         *check.needed(inventory, facts),
         *software.findings(inventory, facts, probes, own),
         *gpus.findings(inventory, facts, probes),
-        *check.clocks(inventory, facts),
+        *check.clocks(facts),
         *check.addresses(inventory, facts, cluster.peer_addresses(inventory.hosts)),
         *leftovers.findings(inventory, facts, probes),
     ]

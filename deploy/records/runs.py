@@ -314,7 +314,7 @@ class Run:
         with contextlib.suppress(OSError):  # a full disk here must not end the run
             append_private(str(self.folder / "events.jsonl"), self.event_line(kind, **fields))
 
-    def event_line(self, kind: str, **fields: Any) -> bytes:
+    def event_line(self, kind: EventKind, **fields: Any) -> bytes:
         """An event of now, as its line."""
         line = {"run": self.run_id, "time": time.time(), "node": None, "kind": kind, **fields}
         return json.dumps(line).encode() + b"\n"

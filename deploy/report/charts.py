@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from nodekit.deploy.story.event_text import duration
+from nodekit.deploy.output.wording import duration
 from nodekit.deploy.story.history import Span
 
 MOST_POINTS = 800

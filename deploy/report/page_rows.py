@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from nodekit.deploy.output.wording import duration, names, size_text
 from nodekit.deploy.records.events import Event
-from nodekit.deploy.report.report_curves import as_float, as_int, size_text
-from nodekit.deploy.story.event_text import duration, names
+from nodekit.deploy.report.report_curves import as_float, as_int
 from nodekit.deploy.story.history import Attempt, Goodput
 
 

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from nodekit.deploy.output.wording import count, duration, size_text
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.report.charts import Chart, Clock, Mark, Series
-from nodekit.deploy.story.event_text import count, duration, metric
+from nodekit.deploy.story.event_text import metric
 from nodekit.deploy.story.history import Attempt, History, Point
 
 MOST_LINES = 5
@@ -248,15 +249,6 @@ def share_text(value: float) -> str:
 
 def _rate(value: float) -> str:
     return f"{size_text(value)}/s"
-
-
-def size_text(size: float) -> str:
-    """`12.3 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _elapsed(seconds: float) -> str:

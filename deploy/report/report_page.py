@@ -23,6 +23,7 @@ from nodekit.deploy.agent.ranks.failures import Failure, blames_another, first_c
 from nodekit.deploy.agent.telemetry import guess
 from nodekit.deploy.host.schema import Guess
 from nodekit.deploy.output.redact import LEFT_OUT, Redactor
+from nodekit.deploy.output.wording import count, duration, names, size_text
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.report import charts, report_curves
@@ -38,9 +39,9 @@ from nodekit.deploy.report.page_rows import (
     time_text,
     without_empty,
 )
-from nodekit.deploy.report.report_curves import MOST_LINES, as_float, as_int, size_text
+from nodekit.deploy.report.report_curves import MOST_LINES, as_float, as_int
 from nodekit.deploy.story.causes import recognise
-from nodekit.deploy.story.event_text import Narrator, count, duration, metric, names
+from nodekit.deploy.story.event_text import Narrator, metric
 from nodekit.deploy.story.history import History, Point
 from nodekit.deploy.story.verdict import failure_of
 

@@ -291,7 +291,7 @@ def _find(run: Run, nodes: Mapping[str, Any], channels: Mapping[str, HostChannel
         "\n".join(
             [
                 f"{run.run_id} has no {weights} weights (yet; it {state}): looked for "
-                f"{', '.join(looked) or 'them on no node'}. The shared training module writes them after an "
+                f"{', '.join(looked) or 'them on no node'}. The training module writes them after an "
                 f"evaluation; perhaps it has --weights {other}",
                 *failed,
             ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.output.wording import size_text
 from nodekit.deploy.records import find_runs, locks, record_files, runs
 from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.records.runs import Run
@@ -62,8 +63,8 @@ class Removal:
                 continue
             told.add(place.key)
             size, held = place.found["bytes"], place.found["snapshots_bytes"]
-            what = f"{_bytes(size - held)}; snapshots {'stay' if keep_snapshots else _bytes(held)}"
-            lines.append(f"  {place.host}:{place.folder}  {what if held else _bytes(size)}")
+            what = f"{size_text(size - held)}; snapshots {'stay' if keep_snapshots else size_text(held)}"
+            lines.append(f"  {place.host}:{place.folder}  {what if held else size_text(size)}")
             if place.snapshots and held and not keep_snapshots:
                 lines.append(f"  {place.host}:{place.snapshots}  among these snapshots")
         lines += [f"  {host}: cannot be reached; what is there stays" for host in self.lost]
@@ -266,9 +267,3 @@ def remove_sweep(removal: Removal, channels: Mapping[str, HostChannel]) -> None:
         place.host, str(Path(place.folder).with_name(sweep_id)), found={"there": True, "shared": ""}
     )
     remove(Removal(run, [shared]), channels, keep_snapshots=False, keep_record=True)
-
-
-def _bytes(number: float) -> str:
-    if number < 999.5e3:
-        return f"{number / 1e3:.0f} kB"
-    return f"{number / 1e6:.1f} MB" if number < 999.5e6 else f"{number / 1e9:.1f} GB"

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from nodekit.deploy.output.wording import count, duration
 from nodekit.deploy.records.runs import ENDED
 from nodekit.deploy.screen.screen_text import (
     BLOCKS,
@@ -23,7 +24,7 @@ from nodekit.deploy.screen.screen_text import (
     styled,
     wrapped,
 )
-from nodekit.deploy.story.event_text import count, duration, metric
+from nodekit.deploy.story.event_text import metric
 
 GOOD = ("running", "waiting", "succeeded")
 BAD = ("failed", "unreachable", "gone")

@@ -17,7 +17,7 @@ from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host.files import make_private, write_private
 from nodekit.deploy.output.interrupts import sigterm_interrupts
-from nodekit.deploy.output.phases import count
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.plan import check, gpus
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.records import events, find_runs, record_files

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from nodekit.deploy.output.phases import count
 from nodekit.deploy.output.redact import Redactor
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.gpus import Gpu
 from nodekit.deploy.records.events import Event

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary
+from nodekit.deploy.output.wording import count, duration, names
 from nodekit.deploy.records.events import Event
 
-_NAMED = 6  # of more nodes than this the rest is only counted
 SAID_S = 2.0
 """So long what all nodes say of an attempt is waited for once it has made its first step: they say it each second."""
 COMING_S = 10.0
@@ -360,7 +360,7 @@ class Narrator:
         return [f"{event.node} has lost the rendezvous host"]
 
     def _on_replica_failed(self, event: Event) -> list[str]:
-        why = _first_line(event.get("reason") or event.get("why"))
+        why = _first_line(event.get("reason"))
         if not self._once("replica", event.node, why):
             return []
         drained = f" ({self._leaving}: drained)" if self._leaving else ""
@@ -374,43 +374,11 @@ def out_of_the_job(node: str, why: str) -> str:
     return f"{node} is drained: {why}; after the repair, kit clean --forgive lets runs use it again"
 
 
-def count(number: int, noun: str) -> str:
-    """`1 node`, `1,200 steps`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def names(nodes: Collection[str]) -> str:
-    """Some nodes for people: the first few of many."""
-    first = ", ".join(list(nodes)[:_NAMED])
-    return first if len(nodes) <= _NAMED else f"{first} and {len(nodes) - _NAMED} more"
-
-
-def duration(seconds: float) -> str:
-    """`5.9 s`, `42 s`, `3 min 5 s`, `2 h 10 min`, `3 d 4 h`."""
-    seconds = max(seconds, 0.0)
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            large, small = divmod(whole, size)
-            return f"{large} {unit} {small // smaller} {name}" if small // smaller else f"{large} {unit}"
-    return f"{whole} s"
-
-
 def metric(name: str, value: Any) -> str:
     """A number of an evaluation, for people: an accuracy is a share."""
     if not isinstance(value, int | float):
         return str(value)
     return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
-
-
-def size_text(num_bytes: float) -> str:
-    """``1.2 GB``, ``3.4 MB``, ``5.6 kB``, ``78 bytes``."""
-    for unit_bytes, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= unit_bytes * 0.9995:
-            return f"{num_bytes / unit_bytes:.1f} {unit}"
-    return f"{num_bytes:.0f} bytes"
 
 
 def _first_line(text: object) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nodekit.deploy.agent.ranks.failures import message_of
+from nodekit.deploy.output.wording import size_text
 from nodekit.deploy.story.cause import Cause
-from nodekit.deploy.story.event_text import size_text
 from nodekit.deploy.story.verdict import Verdict
 from nodekit.deploy.sync.listing import Tree
 from nodekit.deploy.sync.selection import IGNORE_FILE, Why, above, reasons

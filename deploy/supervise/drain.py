@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 
 from nodekit.deploy.host.schema import NodeStatus
+from nodekit.deploy.output.wording import names
 from nodekit.deploy.records.runs import Run
-from nodekit.deploy.story.event_text import names
 from nodekit.deploy.supervise.state import Rules
 from nodekit.inventory.errors import KitError, Problem
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from nodekit.deploy.agent.quorum import Voters
+from nodekit.deploy.output.wording import names
 from nodekit.deploy.supervise.state import Fence
-from nodekit.deploy.supervise.turn import ASK_AGAIN_S, Turn, names
+from nodekit.deploy.supervise.turn import ASK_AGAIN_S, Turn
 
 BROKEN_S = 0.3  # orphaned agents: how long the others may take to find out the same
 NO_QUORUM_S = 1.0

@@ -25,6 +25,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from nodekit.deploy.agent.quorum import Voters
+from nodekit.deploy.output.wording import names
 from nodekit.deploy.records.runs import ENDED, Outcome
 from nodekit.deploy.story.causes import TOO_FEW_NODES
 from nodekit.deploy.supervise.generations import regenerate
@@ -42,7 +43,7 @@ from nodekit.deploy.supervise.state import (
     State,
     Stop,
 )
-from nodekit.deploy.supervise.turn import ASK_AGAIN_S, START_AGAIN_S, Turn, names
+from nodekit.deploy.supervise.turn import ASK_AGAIN_S, START_AGAIN_S, Turn
 
 LAST_WORDS_S = 3.0  # after the job has ended on a node, how long the others may still tell how it did on them
 GRANT_S = 5.0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from nodekit.deploy.agent.quorum import Voters
+from nodekit.deploy.host.schema import EventKind
 from nodekit.deploy.records.runs import Outcome
 from nodekit.deploy.story.cause import Cause
 from nodekit.inventory.schema import Inventory
@@ -193,6 +194,7 @@ class State:
 class Start:
     """Start an agent on a node, for the present generation."""
 
+    kind: ClassVar[EventKind] = "start"
     node: str
     is_new: bool = False
     """Whether it may make the run folder; where there is none although there should, the node must refuse."""
@@ -202,6 +204,7 @@ class Start:
 class Join:
     """Call a live agent into the present generation."""
 
+    kind: ClassVar[EventKind] = "join"
     node: str
 
 
@@ -209,6 +212,7 @@ class Join:
 class Fence:
     """Refuse all older generations on a node, from now on."""
 
+    kind: ClassVar[EventKind] = "fence"
     node: str
     generation: int
 
@@ -217,6 +221,7 @@ class Fence:
 class SetVoters:
     """Have a node write down other voters."""
 
+    kind: ClassVar[EventKind] = "grant"
     node: str
     voters: Voters
 
@@ -225,6 +230,7 @@ class SetVoters:
 class Stop:
     """Stop the agent on a node: the job has ended elsewhere."""
 
+    kind: ClassVar[EventKind] = "stop"
     node: str
 
 
@@ -232,6 +238,7 @@ class Stop:
 class Drain:
     """End the agent on a node while the job goes on without it."""
 
+    kind: ClassVar[EventKind] = "drain"
     node: str
 
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from typing import Any
+from typing import Any, Literal
 
 from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended, is_secondary, was_told
 from nodekit.deploy.connect.channel import HostChannel, RemoteError
-from nodekit.deploy.host.schema import NodeStatus
+from nodekit.deploy.host.schema import EventKind, NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.events import Follower, Gatherer
@@ -57,6 +57,7 @@ HOST_UNREACHABLE_AFTER_S = 2.0  # the same, of a rendezvous host that another no
 _LATER_S = 1.0  # that node has been heard since: else the connection from here may be cut to both
 MAX_UNGATHERED = 2000
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
+Heard = Literal["plan", "busy", "problem", "refused", "lost", "unknown", "part", "ended"]
 NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
 
 
@@ -107,7 +108,7 @@ class Supervisor:
         self._ungathered = {name: collections.deque[Any](maxlen=MAX_UNGATHERED) for name in rules.nodes}
         self._events = Follower(client.run.folder)
         self._statuses: dict[str, NodeStatus] = {}
-        self._queue: queue.Queue[tuple[str, str, Any]] = queue.Queue()
+        self._queue: queue.Queue[tuple[str, Heard, Any]] = queue.Queue()
         self._closing = threading.Event()
         self._seen = {name: Observation(reachable=name in self._channels) for name in rules.nodes}
         self._heard: dict[str, float] = {}  # node → when, by time.monotonic()
@@ -240,7 +241,7 @@ class Supervisor:
         elif isinstance(action, Exclude):
             self._exclude(action, state)
         elif not isinstance(action, Finish):
-            self._note(type(action).__name__.lower(), about=action.node, generation=state.generation)
+            self._note(action.kind, about=action.node, generation=state.generation)
             threading.Thread(target=self._attempt, args=(action, state), daemon=True).start()
 
     def _exclude(self, action: Exclude, state: State) -> None:
@@ -284,7 +285,7 @@ class Supervisor:
                 case Exclude(name, why):
                     self._client.remember(name, why)
         except KitError as error:
-            kind = "problem" if isinstance(action, Start) else "refused"
+            kind: Heard = "problem" if isinstance(action, Start) else "refused"
             _LOG.debug("generation %d: %s: %s", state.generation, action, type(error).__name__)
             self._queue.put((action.node, kind, error))
 
@@ -396,7 +397,7 @@ class Supervisor:
             if self._closing.wait(pause_s):
                 return
 
-    def _take(self, name: str, kind: str, value: Any) -> None:
+    def _take(self, name: str, kind: Heard, value: Any) -> None:
         seen = self._seen[name]
         if kind == "plan":
             self._write_plan(name, *value)
@@ -452,12 +453,12 @@ class Supervisor:
         self._seen[name] = new
         self._lines[name] = self._line(name, status)
 
-    def _note(self, kind: str, **fields: Any) -> None:
+    def _note(self, kind: EventKind, **fields: Any) -> None:
         """Add an event to the run's; what one who only watches has seen, the other has seen too."""
         if self._acts and not self._gatherer.add(self._run.event_line(kind, **fields)):
             self._writer.cannot_write(NO_ROOM.format(self._run.folder))
 
-    def _note_error(self, kind: str, name: str, error: KitError) -> str:
+    def _note_error(self, kind: EventKind, name: str, error: KitError) -> str:
         """Add an event about a node's error to the run's; returns the error in a line, without the node's name."""
         problems = [each.problem for each in error.errors]
         why = "; ".join(map(str, problems))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from nodekit.deploy.supervise.state import Action, Notice, Observation, Rules, State
@@ -94,9 +94,3 @@ class Turn:
         self.known[name] = new = dataclasses.replace(old, failures=failures)
         if (pause_s := new.paused_until - self.now) > 0:
             self.say(name, f"{name}: lost {len(failures)} times lately; it is left out for {pause_s:.0f} s")
-
-
-def names(names: Collection[str]) -> str:
-    """For people: a few of them."""
-    first = ", ".join(list(names)[:8])
-    return first if len(names) <= 8 else f"{first} and {len(names) - 8} more"

@@ -22,7 +22,6 @@ from what the one before has left. In that folder are
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import itertools
 import json
@@ -40,6 +39,7 @@ from typing import Any
 from ClusterShell.NodeSet import NodeSet
 
 from nodekit.deploy.connect.channel import BOOT
+from nodekit.deploy.host import processes
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records.runs import STOPPED_EXIT, Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
@@ -72,7 +72,6 @@ AGAIN_S = 0.5
 LOOK_S = 2.0  # between looks at which nodes are lost
 LOST_S = 60.0  # without enough nodes, and with no word from Slurm on those that are lost
 LEADER_LOST_S = 4.0  # without a channel to the leader, nor a sign of life from it in the shared folder
-PR_SET_CHILD_SUBREAPER = 36
 # Slurm signals every process of a job. A warning is for the leader alone, so the host-side servers and what they start
 # ignore it; SIGTERM is for the agents, and for the leader, who needs these servers to see how they end.
 DEAF = "import signal as s;s.signal(s.SIGUSR2,s.SIG_IGN);s.signal(s.SIGTERM,lambda *_:None);"
@@ -150,7 +149,7 @@ def serve(place: Path, run_dir: Path | None = None) -> int:
         run_dir: the run's folder; None in the leader's own process, which need not look whether it is still there.
     """
     # An agent outlives the server that started it. It stays below this process, where Slurm finds it by its parents.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    processes.adopt_orphans()
     began, lost_since, beat, leader = time.monotonic(), None, b"", ""
     while True:
         with contextlib.suppress(OSError, ValueError):

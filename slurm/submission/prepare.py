@@ -20,7 +20,8 @@ from typing import Any
 
 from nodekit.deploy.connect.channel import HostChannel, all_or_raise
 from nodekit.deploy.launch.options import Options
-from nodekit.deploy.output.phases import Phases, count
+from nodekit.deploy.output.phases import Phases
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.plan import plan, script
 from nodekit.deploy.records.secret_files import NOTIFY, RANKS
 from nodekit.deploy.story import leftout

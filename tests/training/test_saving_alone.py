@@ -19,11 +19,11 @@ from free_ports import free_port
 from test_training import finish, losses, metrics, result, task, torchrun  # noqa: F401
 from torch import nn
 
-from nodekit.deploy.agent.hang import hang
-from nodekit.training import rank, world
+from nodekit.training import rank
 from nodekit.training.group import connections
 from nodekit.training.loop import Loop
 from nodekit.training.options.arguments import parse
+from nodekit.training.process import stages
 from nodekit.training.process.kept import AttemptOver
 from nodekit.training.process.stop import Stop
 from nodekit.training.snapshots import emergency
@@ -633,8 +633,6 @@ def test_an_error_of_ones_own_is_no_lost_rank() -> None:
     assert not connections.is_lost_rank(None)
 
 
-def test_kit_knows_the_stage_by_its_name() -> None:
-    assert (hang.KEEPING, hang.PAUSING) == (world.KEEPING, world.PAUSING)
-    assert hang.WAITING == world.WAITING
-    for stage in (world.KEEPING, world.PAUSING, world.WAITING):
+def test_a_progress_file_has_room_for_a_stage() -> None:
+    for stage in (stages.KEEPING, stages.PAUSING, stages.WAITING):
         assert len(f"{10**9} {stage}") < 80, "a progress file has no room for more"

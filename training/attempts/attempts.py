@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from nodekit.training.attempts import reform
 from nodekit.training.process.kept import AttemptOver, Kept
+from nodekit.training.process.stages import KEEPING
 from nodekit.training.process.stop import Stop
 from nodekit.training.snapshots.emergency import why_over
-from nodekit.training.world import KEEPING, World
+from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
 

@@ -127,7 +127,7 @@ def guarded(world: "World") -> Iterator[None]:
 
     Such a rank may wait, deaf, for another one to connect; gloo's part in which it listens cannot be ended.
     """
-    from nodekit.training.world import KEEPING
+    from nodekit.training.process.stages import KEEPING
 
     kept = world.kept
     if kept is None or world.messages is None:
@@ -159,7 +159,7 @@ def guarded(world: "World") -> Iterator[None]:
 
 def next_world(kept: "Kept", world: "World", stop: "Stop", make: Callable[[], "World"]) -> "World | None":
     """Wait until kit says where this process goes on: its rank then, made by ``make``; None if it is to end."""
-    from nodekit.training.world import WAITING
+    from nodekit.training.process.stages import WAITING
 
     assert world.messages is not None
     world.stage(WAITING, step=kept.age[1])
@@ -179,7 +179,7 @@ def next_world(kept: "Kept", world: "World", stop: "Stop", make: Callable[[], "W
 
 def attempt_of(world: "World", make: Callable[[], "World"]) -> "World":
     """Wait, with the data read, until kit says in which attempt this process takes part: its rank then, by ``make``."""
-    from nodekit.training.world import WAITING
+    from nodekit.training.process.stages import WAITING
 
     if world.messages is None:
         raise RuntimeError("kit's messages cannot be read, so the attempt to take part in is not known")

@@ -11,10 +11,11 @@ from nodekit.training.group import nccl
 from nodekit.training.group.agent_messages import stop_to_pause
 from nodekit.training.group.connections import is_lost_rank
 from nodekit.training.process.kept import AttemptOver, Kept
+from nodekit.training.process.stages import KEEPING, PAUSING
 from nodekit.training.snapshots.files.fence import Fenced
 from nodekit.training.snapshots.hostcopy import off_the_gpu
 from nodekit.training.snapshots.snapshot import Snapshots
-from nodekit.training.world import KEEPING, PAUSING, World
+from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
 

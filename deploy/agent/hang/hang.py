@@ -14,18 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from nodekit.training.process.stages import STARTING
+
 FLOOR_S = 120.0  # a pause no longer than this is no hang, unless the inventory says so (timings.hang)
+_GAP_S = (
+    5.0  # at most so much counts between two calls: after more, we, and maybe the ranks too, were suspended
+)
 _TALKING = 10  # how many times the learnt limit a job may stay at a step while its logs grow: it may evaluate
 _MAX_PATIENCE = 64
-_STARTING = (
+_STAGE_TIMES = (
     5  # how many times the limit a rank may stay at a stage of its start: imports, downloads, compilation
 )
-STAGE = "starting: "
-"""What a rank's progress file begins with before its first step, if it tells its stages (training/world.py)."""
-KEEPING = "another rank is lost: keeping the newest step"
-PAUSING = "another node comes in: pausing after this step"
-WAITING = "waiting with the newest step for the next attempt"
-"""The stages of a rank that is not to be ended yet, and of one that goes on in the next attempt (likewise)."""
 _OWN_CHANGES = 3  # from then on a rank has a rhythm of its own that it can fall behind
 _STEP = re.compile(r"\s*(\d+)(?:\s*/\s*(\d+))?")
 
@@ -63,7 +62,7 @@ class Progress:
     @property
     def stage(self) -> str:
         """What it does before its first step; "" where it does not say."""
-        return self.text[len(STAGE) :].strip() if self.text.startswith(STAGE) else ""
+        return self.text[len(STARTING) :].strip() if self.text.startswith(STARTING) else ""
 
 
 def read_progress(folder: Path) -> dict[int, Progress]:
@@ -116,20 +115,14 @@ class Watch:
         self,
         *,
         hang: float | Literal["auto", "never"] = "auto",
-        first_step_s: float | None = None,
         floor_s: float | None = None,
         factor: float = 2.0,
-        gap_s: float = 5.0,
         learnt: Learnt | None = None,
     ) -> None:
-        """`hang`: seconds, or ``auto``: `factor` × the longest pause seen, at least `floor_s` (None: `FLOOR_S`).
-
-        `first_step_s` is the time to the first progress of an attempt, not limited by default. Of the time between
-        two calls `gap_s` at most counts: more means that we, and maybe the ranks too, were suspended.
-        """
+        """`hang`: seconds, or ``auto``: `factor` × the longest pause seen, at least `floor_s` (None: `FLOOR_S`)."""
         self.learnt = learnt or Learnt()
-        self._hang, self._first_step_s = hang, first_step_s
-        self._floor_s, self._factor, self._gap_s = FLOOR_S if floor_s is None else floor_s, factor, gap_s
+        self._hang = hang
+        self._floor_s, self._factor = FLOOR_S if floor_s is None else floor_s, factor
         self._now: float | None = None
         self._clock = 0.0
         self._stale: dict[int, Progress] = {}
@@ -202,7 +195,7 @@ class Watch:
     def is_silent(self, now: float) -> bool:
         """Whether ranks that tell no stage have not begun in a time that is long for a start: they may only be slow."""
         is_begun = self._changed is not None or self._hang == "never"
-        return not is_begun and self._silence_s(self._at(now)) > self.limit_s * _STARTING
+        return not is_begun and self._silence_s(self._at(now)) > self.limit_s * _STAGE_TIMES
 
     @property
     def has_begun(self) -> bool:
@@ -249,10 +242,8 @@ class Watch:
 
     def _judge_start(self, clock: float) -> Suspicion | None:
         ranks = self._ranks or self._log_sizes
-        if self._first_step_s is not None and clock - self._begun > self._first_step_s:
-            return self._suspicion(ranks, clock - self._begun, self._first_step_s)
         stages = {rank: each.progress.stage for rank, each in self._ranks.items() if each.progress.stage}
-        limit_s, staged_s = self.limit_s * _STARTING, clock - self._staged
+        limit_s, staged_s = self.limit_s * _STAGE_TIMES, clock - self._staged
         talks = self._talked is not None and clock - self._talked <= limit_s
         if stages and staged_s > (limit_s * _TALKING if talks else limit_s):
             what = " or ".join(sorted(set(stages.values())))
@@ -277,4 +268,4 @@ class Watch:
         return min(self._ranks[rank].num_changes if step is None else step for rank, step in told.items())
 
     def _at(self, now: float) -> float:
-        return self._clock + (0.0 if self._now is None else min(max(now - self._now, 0.0), self._gap_s))
+        return self._clock + (0.0 if self._now is None else min(max(now - self._now, 0.0), _GAP_S))

@@ -39,6 +39,7 @@ from nodekit.deploy.host.probes import kernel
 from nodekit.deploy.host.schema import EventKind, WorkerFailure
 from nodekit.training.imports import imports_of
 from nodekit.training.options.arguments import OptionsError, read
+from nodekit.training.process import stages
 
 LOG_TAIL_BYTES = 64 * 1024
 EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
@@ -98,7 +99,7 @@ class Attempts:
         # Or so: other nodes may have other numbers.
         self._start_standing_by(spec, self.ranks, num_ranks=spec.max_nodes * spec.nproc_per_node)
         until = time.monotonic() + STAND_BY_S
-        while len(ready := self._in_stage(hang.WAITING)) < len(self.ranks):
+        while len(ready := self._in_stage(stages.WAITING)) < len(self.ranks):
             if self.workers.poll() or time.monotonic() > until:
                 self.workers.stop(0)
                 self._standing_by.clear()
@@ -373,7 +374,7 @@ class Attempts:
                     unread_looks, self._heard_looks = unread_looks + 1, 0
                 else:
                     self._heard_looks += 1
-            keeping.update(self._in_stage(hang.KEEPING, hang.PAUSING))
+            keeping.update(self._in_stage(stages.KEEPING, stages.PAUSING))
             keeping.update(self._stayed - self._in_stage())
             may_answer = self._heard_looks < HEARD_LOOKS and not left.isdisjoint(self._told)
             return time.monotonic() < until and (may_answer or not keeping.isdisjoint(left))
@@ -387,7 +388,7 @@ class Attempts:
     def _stay(self) -> set[int]:
         """The local ranks that wait for the next attempt."""
         if self._told:
-            self._staying.update(self._in_stage(hang.WAITING))
+            self._staying.update(self._in_stage(stages.WAITING))
         # Of a rank that is gone, what it told last is still there.
         self._staying &= self.workers.pids.keys() - self.workers.poll().keys()
         return self._staying

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -12,12 +11,6 @@ from pathlib import Path
 from nodekit.deploy.host import processes
 
 STUCK_S = 10.0
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def adopt_orphans() -> None:
-    """Become the parent of what workers leave behind, so that `clear_up` finds it."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def exit_codes(pids: Mapping[int, int]) -> dict[int, int]:

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 
 from nodekit.deploy.agent.ranks import children, fresh, worker
 from nodekit.deploy.agent.ranks.target import TRAINING, Target, refusal, unforkable
+from nodekit.deploy.host import processes
 
 ANSWER_TIMEOUT_S = 120.0
 IMPORTS_S = 240.0  # for the imports, which may come over NFS
@@ -172,7 +173,7 @@ class _Server:
         """Answer until the agent is gone."""
         self._agent = agent
         worker.die_with(agent)
-        children.adopt_orphans()
+        processes.adopt_orphans()  # so that `clear_up` finds what workers leave behind
         ours = self._socket.fileno()
         os.closerange(3, ours)
         os.closerange(ours + 1, os.sysconf("SC_OPEN_MAX"))

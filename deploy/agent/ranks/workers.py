@@ -18,6 +18,7 @@ from typing import Any
 
 from nodekit.deploy.agent.ranks import children
 from nodekit.deploy.agent.ranks.forkserver import ForkServer, ServerLost
+from nodekit.deploy.host import processes
 
 _POLL_S = 0.01
 _LOGGER = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Workers:
         self._logged: set[str] = set()  # of these reasons, in any round
         self.stuck: list[Stuck] = []
         """Of all rounds, what SIGKILL did not end."""
-        children.adopt_orphans()
+        processes.adopt_orphans()
 
     @property
     def pids(self) -> dict[int, int]:

@@ -198,7 +198,7 @@ class Replicas:
         self._push_to(peers)
         gathered.seconds = round(time.monotonic() - started, 4)
         if gathered.num_files or gathered.silent or gathered.lost or gathered.set_aside:
-            self._tell("replicas-gathered", attempt=list(attempt), **asdict(gathered))
+            self._tell("replicas-gathered", attempt=f"{attempt[0]}.{attempt[1]}", **asdict(gathered))
         return gathered
 
     def _look(self) -> Scan:

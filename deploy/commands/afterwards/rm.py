@@ -48,7 +48,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--lost",
         action="store_true",
-        help="hosts that cannot be reached are off for good, you know it: do without them",
+        help="you know that unreachable hosts will not come back: remove the run without them",
     )
     arguments.add_ssh(command)
 

@@ -20,7 +20,7 @@ examples:
   kit board lab-1122 lab-1121      two runs, side by side
   kit board --on gpu1              with the tensorboard of gpu1
 
-It shows what rank 0 of the shared training module writes, and of a script of yours what is in
+It shows what rank 0 of the training module writes, and of a script of yours what is in
 $NODEKIT_OUTPUT_DIR, in any folder: SummaryWriter(os.environ["NODEKIT_OUTPUT_DIR"]).
 """
 

@@ -40,7 +40,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--timeout",
         metavar="S",
         type=float,
-        help="most seconds, without --deep's (10; more where this machine is busy)",
+        help="time limit in seconds, --deep not counted (10; more if this machine is busy)",
     )
     command.add_argument("--json", action="store_true", help="for programs")
     arguments.add_ssh(command)

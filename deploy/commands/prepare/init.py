@@ -38,7 +38,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "kit init [HOST…] [--ssh-config | --hostfile F | --ansible F | --slurm]\n                [options]"
     )
     command.add_argument(
-        "hosts", metavar="HOST", nargs="*", help="the hosts; beside a file: only these of it, * and ? allowed"
+        "hosts",
+        metavar="HOST",
+        nargs="*",
+        help="the hosts; with --ssh-config, --hostfile or --ansible: only those of it that match (* and ?)",
     )
     source = command.add_mutually_exclusive_group()
     source.add_argument("--ssh-config", action="store_true", help="the hosts of ~/.ssh/config")

@@ -16,7 +16,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--lost",
         action="store_true",
-        help="nodes that cannot be reached are off, you know it: kit up may go on without them",
+        help="you know that unreachable nodes are switched off: kit up may go on without them",
     )
     command.add_argument("--fetch", action="store_true", help="copy its logs to this machine (kit logs)")
 

@@ -22,7 +22,7 @@ from nodekit.deploy.commands import arguments
 ACTS = True
 EPILOG = f"""\
 examples:
-  kit up                                 two nodes on this machine train the shared module
+  kit up                                 two nodes on this machine train the training module
   kit up inventory/lab.yaml              the job the inventory names
   kit up lab.yaml -- train.py --lr 0.1   this script, as torchrun would run it
   kit up lab.yaml --dry-run              print what each node would run, and run nothing
@@ -46,7 +46,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--skip-check",
         action="store_true",
-        help="start whatever `kit check` would say; only what no job can do without is looked at",
+        help="start even if `kit check` would fail: only the checks that every start needs",
     )
     command.add_argument("-q", "--quiet", action="store_true", help="only the nodes' status and the verdict")
     command.add_argument(

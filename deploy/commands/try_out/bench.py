@@ -69,7 +69,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--accumulate", metavar="K", type=int, default=4, help="batches to one exchange (%(default)s)"
     )
     plan.add_argument(
-        "--apart", metavar="H", type=int, help="steps to one exchange of local SGD or DiLoCo (enough of them)"
+        "--local-sgd",
+        metavar="H",
+        type=int,
+        help="steps between two averages of local SGD or DiLoCo (the fewest that are fast enough)",
     )
     plan.add_argument("--link", metavar="RATE", help="measure nothing: nodes have this between them, as 1Gb")
     plan.add_argument(
@@ -82,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print it."""
     from nodekit.deploy.bench.bench import Options, bench
 
-    for name in ("batch", "step_time", "nodes", "accumulate", "apart"):
+    for name in ("batch", "step_time", "nodes", "accumulate", "local_sgd"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise KitError(f"--{name.replace('_', '-')} {value}: wanted a number above 0")
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             step_s=args.step_time,
             dtype=args.dtype,
             accumulate=args.accumulate,
-            steps_apart=args.apart,
+            local_steps=args.local_sgd,
             num_nodes=args.nodes,
             link=args.link,
             latency=args.latency,

@@ -17,7 +17,7 @@ from pathlib import Path
 EPILOG = """\
 examples:
   kit compare                                     the digits by all engines
-  kit compare --task text -- --epochs 2           the sentences; after the --, options of the shared module
+  kit compare --task text -- --epochs 2           the sentences; after the --, options of the training module
   kit compare --table seeds                       one GPU, dp, ddp by torchrun, by spawn and with AMP, the others
   kit compare --engines single,ddp,deepspeed:3 --nproc 1,2,4
   kit compare --engines single,ddp,ddp:bf16,ddp:spawn:bf16

@@ -13,16 +13,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import KitError, WrongUsage
 
 if TYPE_CHECKING:
     from nodekit.deploy.lab.lab_cluster import Lab
-
-
-class UsageError(KitError):
-    """The command line asks for nothing."""
-
-    exit_code = 2
 
 
 HOST_COMMANDS = {
@@ -86,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         return _down(args)
     is_slow = args.lab_command == "slow"
     if is_slow and not (args.delay_ms or args.rate_mbit or args.loss_percent):
-        raise UsageError(
+        raise WrongUsage(
             "kit lab slow: found nothing that makes the link slow",
             wanted="--delay-ms, --rate-mbit or --loss-percent",
             cure=f"`kit lab slow {args.host} --delay-ms 50`, say",

@@ -26,7 +26,7 @@ from nodekit.deploy.agent.hang import stacks as stacks_module
 from nodekit.deploy.agent.hang.culprit import explain, waiting
 from nodekit.deploy.agent.hang.hang import Learnt, Progress, Watch, read_progress
 from nodekit.deploy.agent.hang.stacks import Frame, Stack, parse_faulthandler, stacks
-from nodekit.training import world
+from nodekit.training.process.stages import STARTING
 
 POLL_S = 1.0
 
@@ -107,15 +107,6 @@ def test_after_the_last_step_there_is_much_time_and_not_all_of_it():
     assert "no progress for" in found.text
 
 
-def test_the_first_step_has_a_deadline_of_its_own():
-    job = Job(Watch(floor_s=30, first_step_s=600))
-    assert job.wait(3600) == 600 + POLL_S
-    job = Job(Watch(floor_s=30, first_step_s=600))
-    assert job.wait(590) is None
-    job.train(1, 2)
-    assert job.wait(100) == 30 - 5 + POLL_S
-
-
 def test_a_start_that_tells_its_stages_has_a_limit_too():
     job = Job(Watch(floor_s=30))
     job.step("starting: meeting the other ranks", 0)
@@ -164,8 +155,7 @@ def test_a_stage_after_steps_is_no_progress():
     assert job.wait(100) == 30 - 5 + POLL_S
 
 
-def test_the_stages_are_those_that_world_writes():
-    assert hang.STAGE == world.STAGE
+def test_a_stage_is_known_by_what_it_begins_with():
     assert Progress.parse("starting: meeting the other ranks   \n", 0.0).stage == "meeting the other ranks"
 
 
@@ -290,14 +280,14 @@ def test_output_before_the_first_step_is_no_progress_of_a_job_that_tells_its_ste
 
 
 def test_off_is_off():
-    job = Job(Watch(hang="never", first_step_s=10))
+    job = Job(Watch(hang="never"))
     assert job.wait(100) is None
     job.train(1, 2, 3)
     assert job.wait(36000) is None
 
 
 def test_time_that_nobody_observed_does_not_count():
-    job = Job(Watch(floor_s=30, gap_s=5))
+    job = Job(Watch(floor_s=30))
     job.train(1, 2)
     job.now += 36000  # the lid was closed
     assert job.watch.suspect(job.now) is None
@@ -521,7 +511,7 @@ def steps(*values: int | None) -> dict[int, Progress]:
 
 
 def at(*stages: str) -> dict[int, Progress]:
-    return {rank: Progress.parse(f"{hang.STAGE}{stage}", 0.0) for rank, stage in enumerate(stages)}
+    return {rank: Progress.parse(f"{STARTING}{stage}", 0.0) for rank, stage in enumerate(stages)}
 
 
 @pytest.mark.parametrize(

@@ -592,7 +592,7 @@ SLOW_TO_BEGIN = """
 import os, sys, threading, time
 from pathlib import Path
 from nodekit.training.group.agent_messages import AgentMessages
-from nodekit.training.world import WAITING
+from nodekit.training.process.stages import WAITING
 first = os.environ["TORCHELASTIC_RESTART_COUNT"]
 if os.environ["LOCAL_RANK"] == "1":
     if "NODEKIT_STANDBY" in os.environ:  # the other one stays, so this one may be started before its attempt is known
@@ -627,7 +627,7 @@ def test_a_rank_that_stays_and_has_not_begun_yet_is_not_ended_for_the_next_loss(
 SLOW_TO_HEAR = """
 import os, select, sys, time
 from pathlib import Path
-from nodekit.training.world import KEEPING
+from nodekit.training.process.stages import KEEPING
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
     sys.exit()
 if os.environ["LOCAL_RANK"] == "1":
@@ -656,7 +656,7 @@ KEEPS_FOR_A_WHILE = """
 import os, sys, threading, time
 from pathlib import Path
 from nodekit.training.group.agent_messages import AgentMessages
-from nodekit.training.world import KEEPING
+from nodekit.training.process.stages import KEEPING
 if os.environ["NODEKIT_GENERATION"] == "1":
     sys.exit()
 lost = threading.Event()

@@ -14,7 +14,7 @@ from nodekit.deploy.bench.forecast import (
     Way,
     advise,
     buckets,
-    enough_apart,
+    enough_local_steps,
     forecast,
     plan,
 )
@@ -100,8 +100,8 @@ def test_accumulation_computes_more_to_one_exchange() -> None:
     assert found.samples_per_s == pytest.approx(2 * 40 / found.step_s)
 
 
-def test_steps_apart_share_one_exchange_that_nothing_hides() -> None:
-    found = forecast(Way(name="", steps_apart=17), job(51), flat(1 * MIB), 2)
+def test_local_steps_share_one_exchange_that_nothing_hides() -> None:
+    found = forecast(Way(name="", local_steps=17), job(51), flat(1 * MIB), 2)
     assert found.step_s == pytest.approx(3 + 51 / 17, rel=1e-4)
     assert found.efficiency == pytest.approx(0.5, rel=1e-4)
 
@@ -119,15 +119,15 @@ def test_every_step_costs_a_word_over_a_far_link() -> None:
 
 
 def test_one_node_sends_nothing() -> None:
-    for way in (DDP, Way(name="", steps_apart=8), Way(name="", accumulate=4)):
+    for way in (DDP, Way(name="", local_steps=8), Way(name="", accumulate=4)):
         found = forecast(way, job(51), flat(1.0), 1)
         assert (found.step_s, found.efficiency) == (3.0 * way.accumulate, 1.0)
 
 
-def test_enough_steps_apart_are_the_fewest_that_will_do() -> None:
+def test_enough_local_steps_are_the_fewest_that_will_do() -> None:
     # 51 s for an exchange: of 3 s each, 0.9 needs 153 steps.
-    assert enough_apart(job(51), flat(1 * MIB), 2) == 200
-    assert enough_apart(job(51), flat(1e-3 * MIB), 2) == 500
+    assert enough_local_steps(job(51), flat(1 * MIB), 2) == 200
+    assert enough_local_steps(job(51), flat(1e-3 * MIB), 2) == 500
 
 
 BERT = Job(num_parameters=110_000_000, step_s=0.4)
@@ -152,7 +152,7 @@ def test_what_to_do_is_said_in_a_sentence(link: str, said: str) -> None:
 
 
 def test_the_sentence_says_what_it_costs() -> None:
-    found = sentence("1Gb", steps_apart=50)
+    found = sentence("1Gb", local_steps=50)
     assert found == (
         "with 1Gb between nodes, 110 M parameters: 3.5 s of communication for 0.4 s of compute; "
         "stay on one node, or use --diloco 50: 0.85"
@@ -160,10 +160,10 @@ def test_the_sentence_says_what_it_costs() -> None:
 
 
 def test_powersgd_is_no_advice() -> None:
-    ways = [DDP, Way(name="thin", compress="powersgd"), Way(name="apart", steps_apart=100)]
+    ways = [DDP, Way(name="thin", compress="powersgd"), Way(name="local", local_steps=100)]
     found = [forecast(way, BERT, flat(1e9 / 8), 2) for way in ways]
     assert found[1].efficiency > found[2].efficiency > 0.9
-    assert "use apart" in advise(BERT, found, "x")
+    assert "use local" in advise(BERT, found, "x")
 
 
 # --- models -------------------------------------------------------------------------------------------------

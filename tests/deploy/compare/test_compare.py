@@ -19,8 +19,9 @@ from kit_runs import Kit
 from nodekit.deploy.commands.cli import main
 from nodekit.deploy.compare import compare_chart, compare_plan, compare_report
 from nodekit.deploy.compare.compare import conclude, last_error
-from nodekit.deploy.compare.compare_plan import Machine, NotPossible, Run, Way
+from nodekit.deploy.compare.compare_plan import Machine, Run, Way
 from nodekit.deploy.compare.compare_report import Row
+from nodekit.inventory.errors import WrongUsage
 from nodekit.training.engine_info import ENGINES
 
 CPU = Machine(torch="2.13.0+cpu", gpus=(), cpu="Some CPU", num_cores=6)
@@ -196,7 +197,7 @@ def test_bad_input_is_refused_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "compare.csv").touch()
-    assert main(["compare", *arguments]) == NotPossible.exit_code
+    assert main(["compare", *arguments]) == WrongUsage.exit_code
     said = capsys.readouterr()
     assert expected in said.err
     assert not said.out

@@ -22,7 +22,7 @@ from agents import until
 from kit_runs import Kit
 from rich.console import Console
 
-from nodekit.deploy.drill.drill import NotPossible, chosen, conclude, table
+from nodekit.deploy.drill.drill import chosen, conclude, table
 from nodekit.deploy.drill.drill_report import (
     Curve,
     Result,
@@ -42,6 +42,7 @@ from nodekit.deploy.drill.drill_task import Paced
 from nodekit.deploy.drill.faults import FAULTS
 from nodekit.deploy.host import current_status, processes
 from nodekit.deploy.host.node import agents
+from nodekit.inventory.errors import WrongUsage
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 
@@ -271,7 +272,7 @@ def test_without_names_all_that_is_possible_is_tried(tmp_path: Path) -> None:
 def test_a_fault_that_needs_a_lab_is_refused_elsewhere_with_the_reason_and_what_is_possible(
     tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(NotPossible) as raised:
+    with pytest.raises(WrongUsage) as raised:
         chosen(["worker", name], inventory_of(tmp_path), None)
     assert raised.value.exit_code == 2
     reason, possible = str(raised.value).splitlines()
@@ -281,7 +282,7 @@ def test_a_fault_that_needs_a_lab_is_refused_elsewhere_with_the_reason_and_what_
 
 
 def test_an_unknown_fault_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
-    with pytest.raises(NotPossible, match="wroker: no such fault; did you mean worker"):
+    with pytest.raises(WrongUsage, match="wroker: no such fault; did you mean worker"):
         chosen(["wroker"], inventory_of(tmp_path), None)
 
 

@@ -426,7 +426,7 @@ def test_healthy_hosts_have_no_problems_and_a_wrong_clock_is_warned_of(tmp_path:
     found = inventory(tmp_path, "hosts: {'gpu[1-2]': }\n")
     all_facts = {"gpu1": facts("gpu1"), "gpu2": facts("gpu2", clock_offset_s=-4.2)}
     assert examine(found, all_facts) == []
-    assert [(each.host, each.level) for each in clocks(found, all_facts)] == [
+    assert [(each.host, each.level) for each in clocks(all_facts)] == [
         ("gpu1", "ok"),
         ("gpu2", "warning"),
     ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nodekit.deploy.records.events import Event
-from nodekit.deploy.story.event_text import Narrator, count, duration
+from nodekit.deploy.story.event_text import Narrator
 
 
 def told(*events: tuple[float, str | None, str, dict[str, Any]]) -> list[str]:
@@ -275,26 +275,6 @@ def test_what_the_supervisor_says_and_does_is_told() -> None:
 
 def test_events_that_are_not_known_are_left_out() -> None:
     assert told((0, "a", "something-new", {"x": 1}), (0, "a", "node-state", {}), (0, None, "phase", {})) == []
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0.0 s"),
-        (5.94, "5.9 s"),
-        (9.97, "10 s"),
-        (59.7, "1 min"),
-        (185, "3 min 5 s"),
-        (7800, "2 h 10 min"),
-        (273600, "3 d 4 h"),
-    ],
-)
-def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_one_is_singular() -> None:
-    assert (count(1, "step"), count(0, "step"), count(1200, "step")) == ("1 step", "0 steps", "1,200 steps")
 
 
 def test_a_gpu_that_breaks_is_told_from_the_first_sign_to_the_node_that_leaves() -> None:
