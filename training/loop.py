@@ -212,11 +212,14 @@ class Loop:
                 else:
                     is_stopped = not self._why_early
             if is_stopped:
-                if not self.is_paused and self._saved_step != self.step:  # a stop during an evaluation
-                    self._save()
-                self.saver.wait()
-                self.best.wait()
-                self.epoch_weights.wait()
+                if (
+                    not self.is_paused
+                ):  # else a node waits for this, and what is being written goes on meanwhile
+                    if self._saved_step != self.step:  # a stop during an evaluation
+                        self._save()
+                    self.saver.wait()
+                    self.best.wait()
+                    self.epoch_weights.wait()
                 why = ": another node comes in" if self.is_paused else ", to go on from there"
                 self.report.say(f"stopped at step {self.step}/{self.total_steps}{why}")
                 return None
@@ -523,6 +526,7 @@ class Loop:
             (self.world.generation or 0, step),
             functools.partial(self.saver.save_alone, state, step=step),
             self.saver.snapshots.attempt,
+            functools.partial(setattr, self.saver.snapshots, "generation"),
         )
 
     def _save_alone(self) -> None:

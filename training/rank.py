@@ -173,6 +173,8 @@ def _train(options: Options, world: "World", task: "Task", parent: Parent | None
     from nodekit.training.attempts import reform
 
     world = replace(world, may_stay=reform.can_go_on(options, world))
+    if world.may_stay:
+        reform.pause_later(world)
     with ExitStack() as stack:
         with _interruptible(world, parent):
             stack.enter_context(world)
@@ -210,7 +212,7 @@ def _attempt(
     loops: list[Loop] = []
     try:
         if world.kept is not None:
-            with reform.guarded(world):
+            with reform.guarded(world, stop):
                 world.__enter__()
         if _prints(world) and (text := node_lines.met(world)):
             print(text, flush=True)
@@ -284,7 +286,7 @@ def _run_loops(
     left_out: set[tuple[int, int]] = set()
     bad_steps: list[int] = []
     while True:
-        with reform.guarded(world):
+        with reform.guarded(world, stop):
             loop = Loop(options, world, task, folder, stop, without=left_out)
         if world.kept is not None:
             world.kept.release()  # the loop has it now

@@ -331,7 +331,7 @@ class Agent:
             text = f"the fence of this node cannot be read ({error}): no rank is started"
             raise unfit(text, error) from error
         rendezvous.workers_begin()
-        self._attempts.start(spec, formed, lambda: rendezvous.has_lost(formed))
+        self._attempts.start(spec, formed)
 
     # --- the end ---
 

@@ -62,7 +62,7 @@ class HangDiagnosis:
         if self._is_off or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_S
-        progress = hang.read_progress(self._record.progress_dir)
+        progress = self._record.progress()
         self._watch.observe(
             time.monotonic(), progress, {rank: _size(log) for rank, log in self._logs.items()}
         )
@@ -115,7 +115,7 @@ class HangDiagnosis:
         asked = [rank for rank, pid in self._pids.items() if can_answer(pid)]
         records = flight.ask(self._recorder, asked, timeout_s=RECORDS_S)
         found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S, logs=logs)
-        progress = hang.read_progress(self._record.progress_dir)
+        progress = self._record.progress()
         said = [{rank: asdict(each) for rank, each in part.items()} for part in (found, progress)]
         signs = {"active_s": self._watch.active_s, "has_begun": self._watch.has_begun}
         self._formed.store.set(f"{key}/{self._formed.group_rank}", json.dumps([*said, records, signs]))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from nodekit.deploy.agent.hang_diagnosis import HangDiagnosis
-from nodekit.deploy.agent.ranks.attempt import EXITS_NO_FAILURE, Attempts
+from nodekit.deploy.agent.ranks.attempt import Attempts
 from nodekit.deploy.agent.ranks.budget import A_HANG, MAX_ATTEMPTS_WITHOUT_PROGRESS, Budget
 from nodekit.deploy.agent.ranks.failures import how_it_ended, is_secondary, message_of
 from nodekit.deploy.agent.ranks.messages import Kind
@@ -25,6 +25,8 @@ DYING_S = 0.5  # how long workers who have lost a peer may take to say so, befor
 EXPLAINED_S = 0.3  # the same, where it is known why they have: until they say that they save what they have
 TOLD_S = 0.1  # the same, where they are in NCCL and would not say
 ANSWERS_S = 10.0  # after a hang, for ranks to leave the collective that they wait in, and keep what they have
+PAUSE_S = 300.0  # for ranks to end their step, or their evaluation, while a node waits to come in; they train meanwhile
+JOINING_S = 60.0  # for ranks to make a first step, before a node that comes in is met
 MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
 TRAINS = "trains"  # what the node of rank 0 tells the others of a round, once its log shows that
 _POLL_S = 0.05
@@ -128,9 +130,7 @@ class RoundWatch:
 
         They may pause already, as those of other nodes were told to.
         """
-        attempts = self._attempts
-        ended = attempts.poll() if attempts.workers.wait(0) else {}
-        exits = {rank: code for rank, code in ended.items() if code not in EXITS_NO_FAILURE}
+        exits = self._attempts.failed_while_pausing() if self._attempts.workers.wait(0) else {}
         if self._is_broken(rendezvous, formed, exits):
             return self._after_failure(rendezvous, formed)
         if gone := rendezvous.gone(formed):
@@ -156,12 +156,18 @@ class RoundWatch:
             if not away and (is_ending or len(without) < len(formed.members)):
                 return None
             if not gone and self._attempts.is_on:
+                if not away and self._attempts.is_joining and self._attempts.seconds < JOINING_S:
+                    return None  # first they are to have met, or some would wait for others that have left
                 formed.tell(LEAVES)
                 return "again"
         return self._after_loss(gone, num_waiting=max(0, waiting - rendezvous.num_lost))
 
     def pause_for(self, rendezvous: Rendezvous, formed: Formed, last: Formed) -> Why:
-        """Have the workers pause that have trained while all met; end them if some of the last round's are lost."""
+        """Have the workers pause that have trained while all met; end them if some of the last round's are lost.
+
+        Those that join each other yet, and those that evaluate, pause after that. Where it takes too long, they leave
+        the others as if one was lost, and keep their last step.
+        """
         if why := self.end_if_broken(rendezvous, last):
             return why
         still = {each["name"] for each in formed.members if each["trains_in"] == last.round}
@@ -170,7 +176,20 @@ class RoundWatch:
             return self._after_loss(gone, num_waiting=num_new)
         if num_new:
             self._record.event("membership", lost=0, waiting=num_new, names=[])
-        self._end(self._spec.grace_s, "a node comes in", "pause")
+        is_pausing, until = self._attempts.pause(), time.monotonic() + PAUSE_S
+        while is_pausing() and time.monotonic() < until:
+            if why := self.end_if_broken(rendezvous, last):
+                return why  # all would wait for who is lost
+            rendezvous.num_nodes_waiting()  # looks whether the rendezvous host is lost
+            self._pause_briefly()
+            self._attempts.workers.wait(_POLL_S)
+        tell: Kind = "pause"
+        if (
+            self._attempts.is_joining or time.monotonic() > until
+        ):  # others may wait for those that are ended now
+            rendezvous.tell_broken(last.round, is_explained=False)
+            tell = "lost"
+        self._end(self._spec.grace_s, "a node comes in", tell)
         return self._again_or_give_up()
 
     def _after_loss(self, names: list[str], *, num_waiting: int) -> Why:

@@ -45,7 +45,7 @@ def run_attempts(
 
     def attempt(world: World) -> int | Kept:
         try:
-            with reform.guarded(world):
+            with reform.guarded(world, stop):
                 world.__enter__()
                 code = train(world, stop)
         except AttemptOver as over:
@@ -75,6 +75,7 @@ def run_attempts(
     # Started before its attempt was known: nobody is to wait for the script's imports and data.
     if world.standby_world_size is not None:
         world = reform.attempt_of(world, make)
+        reform.pause_later(world)
     # A fork of kit's has its libraries frozen. Thawed, they would be searched at its end, which takes seconds.
     is_frozen = gc.get_freeze_count() > 0
     if not is_frozen:

@@ -32,6 +32,7 @@ JOINING_S = 1.0
 """So long a rank that joins the others may take to notice that one of them is lost."""
 SAVE_AFTER_S = 1.0
 """After so long a wait the state is saved too: this host may be lost as well."""
+_UNSAVED_S = 20.0  # a rank that could not save its step has to join the others yet
 _LOOK_S = 0.2
 _STANDING_S = 60.0
 _abandoned: list[Any] = []
@@ -121,9 +122,15 @@ def leave(world: "World") -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
+def pause_later(world: "World") -> None:
+    """Until the training asks for it itself, have a pause wait: who ends in the join leaves the others waiting."""
+    if world.messages is not None:
+        world.messages.when("pause", lambda: None, is_default=True)
+
+
 @contextmanager
-def guarded(world: "World") -> Iterator[None]:
-    """While this rank joins the others: if one is lost meanwhile, what was kept is not lost.
+def guarded(world: "World", stop: "Stop") -> Iterator[None]:
+    """While this rank joins the others: if one is lost, or it is to stop, what was kept is not lost.
 
     Such a rank may wait, deaf, for another one to connect; gloo's part in which it listens cannot be ended.
     """
@@ -134,27 +141,37 @@ def guarded(world: "World") -> Iterator[None]:
         yield
         return
     has_joined = threading.Event()
+    if world.generation is not None:
+        kept.enters(world.generation)
 
-    def end() -> None:
+    def end(why: str, exit_code: int) -> None:
         has_joined.wait(JOINING_S)
         save = kept.save  # before it is asked for: the main thread may release it at any moment
         if not has_joined.is_set() and kept.is_held:
-            log.warning(
-                "another rank is lost, and this one still waits for it: saving step %d alone", kept.age[1]
-            )
-            save()
-            os._exit(1)
+            log.warning("%s, and this one still joins the others: saving step %d alone", why, kept.age[1])
+            if not save():
+                has_joined.wait(_UNSAVED_S)  # it is in this memory alone
+            if not has_joined.is_set():
+                os._exit(exit_code)
+
+    def ends_soon(why: str, exit_code: int) -> None:
+        if not kept.is_held:  # it trains
+            return
+        world.stage(KEEPING, step=kept.age[1])
+        threading.Thread(target=end, args=(why, exit_code), name="nodekit-guard", daemon=True).start()
 
     def when_lost() -> None:
-        world.stage(KEEPING, step=kept.age[1])
         world.leave_others()
-        threading.Thread(target=end, name="nodekit-guard", daemon=True).start()
+        ends_soon("another rank is lost", 1)
 
     world.messages.when("lost", when_lost)
+    pause_later(world)
+    stop.when_requested(lambda: ends_soon("this rank is to stop", stop.exit_code))
     try:
         yield
     finally:
         has_joined.set()
+        stop.when_requested(None)
 
 
 def next_world(kept: "Kept", world: "World", stop: "Stop", make: Callable[[], "World"]) -> "World | None":

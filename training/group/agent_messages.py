@@ -7,6 +7,7 @@ deploy/agent/ranks/messages.py is the other end.
 
 import functools
 import json
+import logging
 import os
 import queue
 import signal
@@ -16,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+log = logging.getLogger("nodekit.training")
 
 Kind = Literal["lost", "pause"]
 
@@ -113,7 +116,10 @@ class AgentMessages:
         else:
             self._told.add(kind)
         if call := self._calls.get(kind):
-            call()
+            try:
+                call()
+            except Exception:  # no thread can be started, say; what comes next is to be heard all the same
+                log.exception("what kit has told this rank (%s) could not be followed", kind)
         elif kind == "pause" and not self._is_ignored:
             stop_to_pause()
 

@@ -14,6 +14,10 @@ class Made(NamedTuple):
     """By a number that the ranks drew together: a step that is done again in another attempt has another rounding."""
 
 
+def _nothing_to_tell(_: int) -> None:
+    pass
+
+
 @dataclass
 class Kept:
     """The state of a step in the memory of a rank that has lost another, and goes on in the next attempt."""
@@ -26,6 +30,8 @@ class Kept:
     """Saves it without the other ranks; False if that failed."""
     attempt: str = ""
     """As in `Made`."""
+    enters: Callable[[int], None] = _nothing_to_tell
+    """Has what is saved be of a later generation, which this rank was told of: its own can commit nothing any more."""
     has_paused: bool = False
     """Whether all ranks agreed to wait for a node that comes in, and none is lost."""
 
@@ -42,7 +48,8 @@ class Kept:
     def release(self) -> None:
         """Let go of the state: what it was loaded into has it now."""
         self.state = None
-        self.save = _is_released  # it refers to the state as well, and to the attempt that the state is of
+        # These refer to the state as well, and to the attempt that it is of.
+        self.save, self.enters = _is_released, _nothing_to_tell
 
 
 def _is_released() -> bool:

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -43,12 +43,19 @@ class Stop:
         self.exit_code = EXIT_STOPPED
         self._interrupted_s: float | None = None
         self._requested = threading.Event()
+        self._call: Callable[[], None] | None = None
         self._left = threading.Event()
 
     @property
     def requested(self) -> bool:
         """Whether a signal or a request has come (to this rank)."""
         return self._requested.is_set()
+
+    def when_requested(self, call: Callable[[], None] | None) -> None:
+        """Have this called once, by any thread, when a stop is requested, or now if it was; None: nothing any more."""
+        self._call = call
+        if call is not None and self.requested:
+            call()
 
     def __enter__(self) -> "Stop":
         """Install the handlers; only the main thread may."""
@@ -79,6 +86,8 @@ class Stop:
         if not self.requested:
             self._requested.set()
             self.end_within_grace(self.exit_code)
+            if (call := self._call) is not None:
+                call()
 
     def end_within_grace(self, exit_code: int) -> None:
         """End the process after the grace unless the ``with`` block is left by then."""

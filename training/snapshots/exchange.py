@@ -94,9 +94,15 @@ def newest_of_all(
             return loaded
     writes = world.is_first_on_node if writes is None else writes
     is_mapped = world.device.type != "cpu" if is_mapped is None else is_mapped
-    return _from_disks(
-        snapshots, world, max(each.expected for each in said), fence, writes=writes, is_mapped=is_mapped
+    expected = max(each.expected for each in said)
+    in_memory = source_of_all(made, []) if source is None else None
+    newer_than = None if in_memory is None else made[in_memory]
+    found = _from_disks(
+        snapshots, world, expected, fence, newer_than and newer_than.age, writes=writes, is_mapped=is_mapped
     )
+    if found is None and in_memory is not None:  # what seemed to be newer cannot be loaded
+        return _from_memory(world, kept, made, in_memory, has_snapshot=False)
+    return found
 
 
 def _say(snapshots: Snapshots, world: World, kept: Kept | None) -> _Said:
@@ -114,11 +120,19 @@ def _say(snapshots: Snapshots, world: World, kept: Kept | None) -> _Said:
 
 
 def _from_disks(
-    snapshots: Snapshots, world: World, known: str, fence: int, *, writes: bool, is_mapped: bool
+    snapshots: Snapshots,
+    world: World,
+    known: str,
+    fence: int,
+    newer_than: tuple[int, int] | None,
+    *,
+    writes: bool,
+    is_mapped: bool,
 ) -> Loaded | None:
     """The newest of all nodes' folders, one after the other until one loads on all ranks.
 
-    ``known`` is a snapshot that there must be, by what the nodes' agents know; "" if there need not be any.
+    ``known`` is a snapshot that there must be, by what the nodes' agents know; "" if there need not be any. Where ranks
+    have something in memory, None also if none is ``newer_than`` that.
     """
     lost: dict[str, str] = {}  # payload → why it is of no use
     expected = ""
@@ -130,6 +144,8 @@ def _from_disks(
         offers = world.gather((own.manifest if own else None, here.problems, here.newer_kit))
         held = [(manifest.age, -rank, manifest) for rank, (manifest, *_) in enumerate(offers) if manifest]
         age, negative_rank, manifest = max(held, key=lambda entry: entry[:2], default=(None, 0, None))
+        if newer_than is not None and (age is None or age <= newer_than):
+            return None
         found = [Found(None, problems, newer_kit) for _, problems, newer_kit in offers]
         check_loss([*found, Found(problems=tuple(lost.values()))], age)
         if age is None or manifest is None:
@@ -310,16 +326,18 @@ def lowest_seen(snapshots: Snapshots, world: World) -> list[int | None]:
             own.touch(mode=0o600)
         except OSError as error:
             log.warning("cannot write to %s: %s", snapshots.folder, error)
-    names = world.gather(own.name if world.is_first_on_node else None)
-    seen, can_look = [], True
     try:
-        seen = [rank for rank, name in enumerate(names) if name and _is_there(snapshots.folder / name)]
-    except OSError as error:  # others may write there, although this rank cannot see it
-        log.warning("cannot look into %s, so this rank does not write there: %s", snapshots.folder, error)
-        can_look = world.is_main
-    lowest = world.gather(min(seen, default=None) if can_look else 0)
-    with suppress(OSError):
-        own.unlink(missing_ok=True)  # all ranks have looked
+        names = world.gather(own.name if world.is_first_on_node else None)
+        seen, can_look = [], True
+        try:
+            seen = [rank for rank, name in enumerate(names) if name and _is_there(snapshots.folder / name)]
+        except OSError as error:  # others may write there, although this rank cannot see it
+            log.warning("cannot look into %s, so this rank does not write there: %s", snapshots.folder, error)
+            can_look = world.is_main
+        lowest = world.gather(min(seen, default=None) if can_look else 0)
+    finally:  # all ranks have looked, or one is lost
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
     blind = [rank for rank, each in enumerate(lowest) if each != 0]
     if blind and world.is_main and world.snapshot_is_shared:
         log.warning(

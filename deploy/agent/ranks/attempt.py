@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import math
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nodekit.deploy.agent.hang import flight, hang
+from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.agent.ranks import children
 from nodekit.deploy.agent.ranks.failures import (
     is_cause,
@@ -44,7 +45,6 @@ from nodekit.training.process import stages
 LOG_TAIL_BYTES = 64 * 1024
 EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
 STAND_BY_S = 600.0  # for the imports and the data of ranks that join
-LOSS_S = 0.4  # until it is looked again, while ranks pause, whether one is lost for which they would wait
 ALSO_S = 0.1  # of a node's ranks several may fail of the same
 # Looks, not seconds: while a machine stands still, or has no core to spare, its ranks cannot answer either.
 LOOK_S = 0.008  # the shortest that counts
@@ -64,8 +64,12 @@ class Attempts:
         self._messages = Messages(self._folder / "messages")
         self._told: dict[int, Kind] = {}  # local ranks that have heard why this attempt ends
         self._heard_looks = 0  # since all of these have read it
+        self._keeping: set[int] = (
+            set()
+        )  # those of them that have said that they keep what they have, or pause
         self._staying: set[int] = set()  # those that wait for the next attempt, to go on in it
         self._stayed: set[int] = set()  # those that have been told of this one
+        self._may_stay = False  # whether these can go on in another attempt
         self._have_stayed = False  # whether there have been any, in this attempt or another
         self._grace_s = spec.grace_s
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
@@ -75,7 +79,6 @@ class Attempts:
         self._kernel = kernel.Watch()
         self._standing_by: set[int] = set()  # those that wait for their first attempt
         self._pids_then: Mapping[int, int] = {}  # of the ranks of `failures`
-        self._is_lost: Callable[[], bool] = lambda: False
         self.is_on = False
         """Whether an attempt has begun whose end is not told."""
         self._world_size = 0
@@ -155,10 +158,15 @@ class Attempts:
         self._record.make_snapshot_dir()
         self._expected_snapshot = self._record.expected_snapshot
         self._attempt = f"{spec.generation}.{formed.round}"
-        self._record.begin(self._attempt, group_rank=formed.group_rank, log_of_rank_0=self._log_of(0))
         first = sum(int(each["nproc"]) for each in formed.members[: formed.group_rank])
         self._world_size = formed.world_size
         self.ranks = {local_rank: first + local_rank for local_rank in range(spec.nproc_per_node)}
+        self._record.begin(
+            self._attempt,
+            ranks=self.ranks.values(),
+            group_rank=formed.group_rank,
+            log_of_rank_0=self._log_of(0),
+        )
         self._record.event(
             "rendezvous",
             attempt=self._attempt,
@@ -173,9 +181,8 @@ class Attempts:
         self._logbook.begin([self._log_of(rank) for rank in self.ranks.values()])
         _name_threads()
 
-    def start(self, spec: AgentSpec, formed: Formed, is_lost: Callable[[], bool]) -> None:
-        """Start the ranks; those that have stayed go on. `is_lost`: whether a node that has formed the round is."""
-        self._is_lost = is_lost
+    def start(self, spec: AgentSpec, formed: Formed) -> None:
+        """Start the ranks; those that have stayed go on."""
         self.recorder = flight.environment(self._record.flight_dir, os.environ, torch.__version__)
         self._kernel.close()
         self._kernel = kernel.Watch()
@@ -196,6 +203,7 @@ class Attempts:
             self.workers.stop(0, staying=lambda: waiting)
         stayed = waiting - self._standing_by
         self._have_stayed |= bool(stayed)
+        self._may_stay = self._can_stand_by(spec)
         self._staying, self._standing_by, self._stayed, self._told = set(), set(), stayed, {}
         for start in starts:
             if start.local_rank not in waiting:
@@ -361,7 +369,7 @@ class Attempts:
             if not knows and self._messages.send(local_rank, {"kind": kind}):
                 self._told[local_rank] = kind
                 self._heard_looks = 0
-        keeping: set[int] = set()  # what it does meanwhile may be told in place of that
+        self._keeping = set()  # what it does meanwhile may be told in place of that
         unread_looks, counted_s = 0, 0.0
 
         def is_kept() -> bool:
@@ -374,12 +382,40 @@ class Attempts:
                     unread_looks, self._heard_looks = unread_looks + 1, 0
                 else:
                     self._heard_looks += 1
-            keeping.update(self._in_stage(stages.KEEPING, stages.PAUSING))
-            keeping.update(self._stayed - self._in_stage())
+            self._keeping.update(self._in_stage(stages.KEEPING, stages.PAUSING))
+            self._keeping.update(self._stayed - self._in_stage())
+            if kind == "pause":  # who joins the others yet pauses after that
+                self._keeping.update(self._told.keys() & self._starting())
             may_answer = self._heard_looks < HEARD_LOOKS and not left.isdisjoint(self._told)
-            return time.monotonic() < until and (may_answer or not keeping.isdisjoint(left))
+            return time.monotonic() < until and (may_answer or not self._keeping.isdisjoint(left))
 
         return is_kept
+
+    def pause(self) -> Callable[[], bool]:
+        """Tell the ranks to pause, since a node comes in; the returned function says whether some are yet to do so."""
+        return self._tell("pause", math.inf)
+
+    def failed_while_pausing(self) -> dict[int, int]:
+        """Rank → exit code of those that have failed; one that cannot pause, and was to, may end by any code."""
+        self._keeping.update(self._in_stage(stages.KEEPING, stages.PAUSING))
+        cannot = {
+            self.ranks[key]
+            for key, kind in self._told.items()
+            if kind == "pause" and key not in self._keeping
+        }
+        return {
+            rank: code
+            for rank, code in self.poll().items()
+            if code not in (*EXITS_NO_FAILURE, -signal.SIGTERM) and rank not in cannot
+        }
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether ranks that can go on in another attempt have not told a step in this one yet."""
+        told = self._record.progress()
+        begun = {rank for rank, each in told.items() if not each.is_start}
+        left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
+        return self._may_stay and not {self.ranks[key] for key in left} <= begun
 
     def hears_of_a_loss(self) -> bool:
         """Whether a rank has said, since the last call, that it has lost another one and waits for the next attempt."""
@@ -395,12 +431,17 @@ class Attempts:
 
     def _in_stage(self, *stages: str) -> set[int]:
         """The local ranks that say one of these; without any, those that have said something."""
-        told = hang.read_progress(self._record.progress_dir)
+        told = self._record.progress()
         return {
             key
             for key, rank in self.ranks.items()
             if rank in told and (not stages or told[rank].says(stages))
         }
+
+    def _starting(self) -> set[int]:
+        """The local ranks that say what they do before their first step."""
+        told = self._record.progress()
+        return {key for key, rank in self.ranks.items() if rank in told and told[rank].stage}
 
     def kill(self, ranks: Collection[int]) -> None:
         """Kill those of these ranks that are this node's: nobody is to wait for an answer of theirs."""
@@ -412,22 +453,12 @@ class Attempts:
         """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).
 
         Where a rank is lost or a node comes in (`tell`), some keep what they have, and have `keep_s` for that (None:
-        the spec's grace); those that wait with it for the next attempt stay. While they pause for a node, another one
-        may be lost, for which they would wait.
+        the spec's grace); those that wait with it for the next attempt stay.
         """
         known = len(self.workers.stuck)
         if tell is not None:
-            keeping, look_at = self._tell(tell, keep_s), time.monotonic() + LOSS_S
-
-            def is_wanted() -> bool:
-                nonlocal keeping, look_at
-                if tell == "pause" and time.monotonic() > look_at:
-                    look_at = time.monotonic() + LOSS_S
-                    if self._is_lost():
-                        keeping = self._tell("lost")
-                return keeping()
-
-            self.workers.stop(grace_s, is_wanted=is_wanted, unsignalled=self._told, staying=self._stay)
+            keeping = self._tell(tell, keep_s)
+            self.workers.stop(grace_s, is_wanted=keeping, unsignalled=self._told, staying=self._stay)
         else:
             # Those that wait for an attempt which does not come save what they have.
             self.workers.stop(max(grace_s, self._grace_s) if self._stay() else grace_s)

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,7 @@ class EventLog:
             files.write_private(str(self._reserve), bytes(RESERVE_BYTES))
         for name in ("logs", "progress", "told", "flight", "snapshots", "output"):
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
+        self._ranks: set[int] | None = None  # of this attempt
         self.forget_progress()
         self._events = str(self._folder / "events.jsonl")
         self._status_file = current_status.StatusFile(self._events)
@@ -120,10 +121,11 @@ class EventLog:
     def _is_shared(self) -> bool:
         return self._spec.env.get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
 
-    def begin(self, attempt: str, *, group_rank: int, log_of_rank_0: str) -> None:
-        """An attempt begins: forget what ranks of an earlier one have told."""
+    def begin(self, attempt: str, *, ranks: Collection[int], group_rank: int, log_of_rank_0: str) -> None:
+        """An attempt of these ranks begins: forget what those of an earlier one have told."""
         self.forget_progress()
         with self._looking:
+            self._ranks = {*ranks}
             self._guessed_from = log_of_rank_0 if group_rank == 0 else ""
             self._guesses = set()
             self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not self._is_shared)
@@ -133,7 +135,16 @@ class EventLog:
         with self._looking:
             for stale in self.progress_dir.iterdir():
                 stale.unlink(missing_ok=True)
+            self._ranks = None
         self._status.update({"progress": None, "progress_time": None, "stage": ""})
+
+    def progress(self) -> dict[int, hang.Progress]:
+        """What this node's ranks say of their progress, by rank.
+
+        One that goes on may write by the number that it had before, until it has heard of its new one.
+        """
+        ranks, said = self._ranks, hang.read_progress(self.progress_dir)
+        return said if ranks is None else {rank: each for rank, each in said.items() if rank in ranks}
 
     def update(self, **changes: Unpack[NodeStatus]) -> None:
         """Change the status, and rewrite its line in the events; not if nothing has changed."""
@@ -220,7 +231,7 @@ class EventLog:
 
     def _progress(self) -> NodeStatus:
         """What the ranks say of their progress: the least advanced one speaks for the node."""
-        said = hang.read_progress(self.progress_dir).values()
+        said = self.progress().values()
         if not said:  # for people alone: what is guessed at is no sign of progress
             found = guess.of_file(self._guessed_from) if self._guessed_from else None
             if found is not None:
