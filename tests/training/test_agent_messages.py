@@ -234,7 +234,7 @@ def test_what_was_kept_is_saved_by_a_rank_that_waits_in_vain_for_another(
     monkeypatch.setattr(reform, "JOINING_S", 0.1)
     monkeypatch.setattr(reform.os, "_exit", done.put)
     kept = Kept({"x": 1}, (0, 41), lambda: done.put("saved") or True)
-    with reform.guarded(replace(world, kept=kept)):
+    with reform.guarded(replace(world, kept=kept), Stop()):
         assert agent.send(0, {"kind": "lost"})
         assert [done.get(timeout=SOON_S) for _ in range(2)] == ["saved", 1]
     assert (tmp_path / "progress").read_text().startswith("41 another rank is lost: keeping")
@@ -256,12 +256,65 @@ def test_a_rank_that_has_joined_is_not_ended(
     monkeypatch.setattr(reform, "JOINING_S", 2 * SOON_S)
     monkeypatch.setattr(reform.os, "_exit", done.put)
     kept = Kept({"x": 1}, (0, 41), lambda: done.put("saved") or True)
-    with reform.guarded(replace(world, kept=kept)):
+    with reform.guarded(replace(world, kept=kept), Stop()):
         assert agent.send(0, {"kind": "lost"})
         guard = guards.get(timeout=SOON_S)
     guard.join(SOON_S)
     assert not guard.is_alive()
     assert done.empty()
+
+
+def test_a_stop_while_a_rank_joins_the_others_saves_what_was_kept(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: queue.SimpleQueue[object] = queue.SimpleQueue()
+    monkeypatch.setattr(reform, "JOINING_S", 0.1)
+    monkeypatch.setattr(reform.os, "_exit", done.put)
+    stop, entered = Stop(grace_s=3600), list[int]()
+    kept = Kept({"x": 1}, (0, 41), lambda: done.put("saved") or True, enters=entered.append)
+    with reform.guarded(replace(world, kept=kept, generation=2), stop):
+        stop.request()
+        assert [done.get(timeout=SOON_S) for _ in range(2)] == ["saved", stop.exit_code]
+    assert entered == [2], "its own generation can commit nothing any more"
+
+
+def test_a_step_that_could_not_be_saved_is_not_given_up_at_once(
+    agent: Messages, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: queue.SimpleQueue[object] = queue.SimpleQueue()
+    monkeypatch.setattr(reform, "JOINING_S", 0.1)
+    monkeypatch.setattr(reform.os, "_exit", done.put)
+    kept = Kept({"x": 1}, (0, 41), lambda: bool(done.put("not saved")))
+    with reform.guarded(replace(world, kept=kept), Stop()):
+        assert agent.send(0, {"kind": "lost"})
+        assert done.get(timeout=SOON_S) == "not saved"
+    with pytest.raises(queue.Empty):
+        done.get(timeout=0.3)
+
+
+def test_a_rank_that_joins_the_others_is_not_stopped_to_pause(agent: Messages, world: World) -> None:
+    """It pauses once it trains."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with reform.guarded(replace(world, kept=Kept({"x": 1}, (0, 41), lambda: True)), Stop()):
+        assert agent.send(0, {"kind": "pause"})
+        until(lambda: not agent.is_unread(0), what="it is read", timeout_s=SOON_S)
+        assert world.messages is not None
+        world.messages.when("pause", lambda: asked.put("asked"))
+    assert asked.get(timeout=SOON_S) == "asked"
+
+
+def test_what_cannot_be_followed_is_not_the_last_that_is_heard(agent: Messages, world: World) -> None:
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def fails() -> None:
+        raise RuntimeError("can't start new thread")
+
+    assert world.messages is not None
+    world.messages.when("pause", fails)
+    world.messages.when("lost", lambda: heard.put("lost"))
+    assert agent.send(0, {"kind": "pause"})
+    assert agent.send(0, {"kind": "lost"})
+    assert heard.get(timeout=SOON_S) == "lost"
 
 
 def test_a_group_that_was_not_formed_leaves_no_trace_in_the_name_of_the_next(world: World) -> None:

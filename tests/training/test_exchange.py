@@ -105,6 +105,7 @@ def outcome(
         "kept by all": dict.fromkeys(range(4), (1, 5, "a")),
         "kept of two attempts": {0: (1, 5, "a"), 1: (1, 5, "a"), 2: (1, 5, "b"), 3: (1, 5, "b")},
         "kept, and a snapshot is newer": {1: (0, 5, "a"), 2: (0, 5, "a")},
+        "kept, and a newer snapshot is damaged": {1: (0, 5, "a"), 2: (0, 5, "a")},
         "kept, and a folder cannot be read": {3: (0, 5, "a")},
         "kept, and damaged on the way": {0: (1, 5, "a"), 2: (1, 5, "a")},
         "kept, and damaged again": {0: (1, 5, "a"), 2: (1, 5, "a")},
@@ -116,6 +117,10 @@ def outcome(
         for rank, made in ranks.items():
             (folder / name / f"rank {rank} keeps").write_text(" ".join(map(str, made)))
     (folder / "kept, and a folder cannot be read" / "node1 cannot be read").touch()
+    damaged = folder / "kept, and a newer snapshot is damaged" / "node1" / "snapshots"
+    for path in damaged.glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    hold(damaged, 4)
     (folder / "kept, and damaged on the way" / "arrives damaged").write_text("1")
     for name in ("kept, and damaged again", "kept by one, and damaged again"):
         (folder / name / "arrives damaged").write_text("2")
@@ -260,6 +265,7 @@ def test_what_is_known_or_feared_to_be_there_is_not_left_behind_on_any_rank(
         ("kept, and damaged on the way", 5, [0.0, 0.0, 2.0, 2.0], "what rank 0 has kept in memory"),
         ("kept by one, and damaged again", 6, None, "g0000-s000000006"),
         ("kept, and a snapshot is newer", 6, None, "g0000-s000000006"),
+        ("kept, and a newer snapshot is damaged", 5, None, "what rank 1 has kept in memory"),
     ],
 )
 def test_the_newest_is_taken_of_what_ranks_have_kept_and_of_the_snapshots(

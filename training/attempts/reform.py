@@ -29,9 +29,10 @@ log = logging.getLogger("nodekit.training")
 MOST_ATTEMPTS = 50
 """In so many a process takes part: each leaves three threads, five descriptors and 1 MB of gloo's behind."""
 JOINING_S = 1.0
-"""So long a rank that joins the others may take to notice that one of them is lost."""
+"""So long a rank that joins the others, and does nothing else, may take to notice that one of them is lost."""
 SAVE_AFTER_S = 1.0
 """After so long a wait the state is saved too: this host may be lost as well."""
+_MAKING_S = 15.0  # the same, for one that makes its model; kit ends it after 30 s
 _UNSAVED_S = 20.0  # a rank that could not save its step has to join the others yet
 _LOOK_S = 0.2
 _STANDING_S = 60.0
@@ -134,6 +135,7 @@ def guarded(world: "World", stop: "Stop") -> Iterator[None]:
 
     Such a rank may wait, deaf, for another one to connect; gloo's part in which it listens cannot be ended.
     """
+    from nodekit.training.group import connections
     from nodekit.training.process.stages import KEEPING
 
     kept = world.kept
@@ -144,8 +146,8 @@ def guarded(world: "World", stop: "Stop") -> Iterator[None]:
     if world.generation is not None:
         kept.enters(world.generation)
 
-    def end(why: str, exit_code: int) -> None:
-        has_joined.wait(JOINING_S)
+    def end(why: str, exit_code: int, most_s: float) -> None:
+        connections.is_idle(has_joined, JOINING_S, most_s)
         save = kept.save  # before it is asked for: the main thread may release it at any moment
         if not has_joined.is_set() and kept.is_held:
             log.warning("%s, and this one still joins the others: saving step %d alone", why, kept.age[1])
@@ -154,19 +156,19 @@ def guarded(world: "World", stop: "Stop") -> Iterator[None]:
             if not has_joined.is_set():
                 os._exit(exit_code)
 
-    def ends_soon(why: str, exit_code: int) -> None:
+    def ends_soon(why: str, exit_code: int, most_s: float) -> None:
         if not kept.is_held:  # it trains
             return
         world.stage(KEEPING, step=kept.age[1])
-        threading.Thread(target=end, args=(why, exit_code), name="nodekit-guard", daemon=True).start()
+        threading.Thread(target=end, args=(why, exit_code, most_s), name="nodekit-guard", daemon=True).start()
 
     def when_lost() -> None:
         world.leave_others()
-        ends_soon("another rank is lost", 1)
+        ends_soon("another rank is lost", 1, _MAKING_S)
 
     world.messages.when("lost", when_lost)
     pause_later(world)
-    stop.when_requested(lambda: ends_soon("this rank is to stop", stop.exit_code))
+    stop.when_requested(lambda: ends_soon("this rank is to stop", stop.exit_code, JOINING_S))
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ gloo/transport/tcp/pair.cc leaves out the message that is being read or written)
 
 import functools
 import linecache
+import math
 import os
 import re
 import socket
@@ -14,7 +15,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,33 @@ def is_deaf(has_left: threading.Event) -> bool:
     Args:
         has_left: set once it waits for them no more.
     """
+    return _goes_on(has_left, DEAF_S, math.inf, _waits_for_others)
+
+
+def is_idle(is_over: threading.Event, seconds: float, most_s: float) -> bool:
+    """Whether the main thread does nothing for so long, or is not over after ``most_s``; returns when that is known.
+
+    Args:
+        is_over: set once that does not matter any more.
+        seconds: in which it does nothing.
+        most_s: for all else that it does.
+    """
+    return _goes_on(is_over, seconds, most_s, lambda is_idle: is_idle)
+
+
+def _goes_on(is_over: threading.Event, seconds: float, most_s: float, waits: Callable[[bool], bool]) -> bool:
     clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
     waited_s, used_s, looked_s = 0.0, time.clock_gettime(clock), time.monotonic()
-    while not has_left.wait(_LOOK_S):
+    until = looked_s + most_s
+    while not is_over.wait(_LOOK_S):
         # A machine that stands still for seconds has kept the main thread from hearing, too.
         waited_s += min(time.monotonic() - looked_s, 2 * _LOOK_S)
         looked_s = time.monotonic()
-        if not _waits_for_others(is_idle=time.clock_gettime(clock) - used_s <= _IDLE_S and _sleeps()):
+        if looked_s > until:
+            return True
+        if not waits(time.clock_gettime(clock) - used_s <= _IDLE_S and _sleeps()):
             waited_s, used_s = 0.0, time.clock_gettime(clock)
-        elif waited_s > DEAF_S:
+        elif waited_s > seconds:
             return True
     return False
 
@@ -106,7 +125,7 @@ def _sleeps() -> bool:
     return True
 
 
-def _waits_for_others(*, is_idle: bool) -> bool:
+def _waits_for_others(is_idle: bool) -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return False

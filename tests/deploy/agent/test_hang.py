@@ -916,7 +916,9 @@ def test_a_clock_that_is_set_makes_no_rank_linger(tmp_path: Path, monkeypatch: p
 
     store = SimpleNamespace(get=lambda _: None)
     formed = SimpleNamespace(store=store, members=("n0", "n1"), without=lambda _: ["n0"])
-    record = SimpleNamespace(progress_dir=tmp_path, event=lambda kind, **_: told.append(kind))
+    record = SimpleNamespace(
+        progress=lambda: hang.read_progress(tmp_path), event=lambda kind, **_: told.append(kind)
+    )
     diagnosis = hang_diagnosis.HangDiagnosis("auto", record)  # type: ignore[arg-type]  # all that is used of it
     diagnosis.begin(formed, {}, {})  # type: ignore[arg-type]  # the same
     begun, hour_ago = time.monotonic(), time.time() - 3600
