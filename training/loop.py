@@ -526,7 +526,7 @@ class Loop:
             (self.world.generation or 0, step),
             functools.partial(self.saver.save_alone, state, step=step),
             self.saver.snapshots.attempt,
-            functools.partial(setattr, self.saver.snapshots, "generation"),
+            functools.partial(setattr, self.saver.snapshots, "entered"),
         )
 
     def _save_alone(self) -> None:

@@ -130,7 +130,7 @@ class RoundWatch:
 
         They may pause already, as those of other nodes were told to.
         """
-        exits = self._attempts.failed_while_pausing() if self._attempts.workers.wait(0) else {}
+        exits = self._attempts.failed_while_pausing()
         if self._is_broken(rendezvous, formed, exits):
             return self._after_failure(rendezvous, formed)
         if gone := rendezvous.gone(formed):
@@ -177,9 +177,12 @@ class RoundWatch:
         if num_new:
             self._record.event("membership", lost=0, waiting=num_new, names=[])
         is_pausing, until = self._attempts.pause(), time.monotonic() + PAUSE_S
-        while is_pausing() and time.monotonic() < until:
+        while True:
+            goes_on = is_pausing() and time.monotonic() < until
             if why := self.end_if_broken(rendezvous, last):
                 return why  # all would wait for who is lost
+            if not goes_on:
+                break
             rendezvous.num_nodes_waiting()  # looks whether the rendezvous host is lost
             self._pause_briefly()
             self._attempts.workers.wait(_POLL_S)

@@ -67,7 +67,17 @@ def test_only_the_newest_step_is_saved(tmp_path: Path, caplog: pytest.LogCapture
     found = Snapshots(tmp_path).load()
     assert found is not None
     assert found.manifest.age == (2, 5)
-    allowing = Snapshots(tmp_path, generation=2, allow_nan=True)
+    snapshots.entered = 3
+    snapshots.save_async({"x": torch.zeros(1)}, step=9)
+    with pytest.raises(Fenced):
+        snapshots.wait()  # it is of its own generation yet
+    assert snapshots.save_if_newest({"x": torch.ones(1)}, step=8)
+    found = Snapshots(tmp_path).load()
+    assert found is not None
+    assert found.manifest.age == (3, 8), (
+        "told of the next generation, what is in memory is saved as of that one"
+    )
+    allowing = Snapshots(tmp_path, generation=3, allow_nan=True)
     assert allowing.save_if_newest({"x": torch.tensor(torch.nan)}, step=9) is None
     assert "nan" in caplog.text
 

@@ -229,7 +229,7 @@ class EmergencySave:
             (self._world.generation or 0, step),
             partial(save_alone, self._snapshots, self._world, lambda: state, step=step, attempt=attempt),
             attempt,
-            partial(setattr, self._snapshots, "generation"),
+            partial(setattr, self._snapshots, "entered"),
         )
 
     def _save(self) -> None:

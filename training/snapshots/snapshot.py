@@ -92,6 +92,8 @@ class Snapshots:
         self.folder = Path(folder)
         self.keep = keep
         self.generation = generation
+        self.entered: int | None = None
+        """The generation that this rank was told of since; what is being saved meanwhile is of its own."""
         self.leave_shards = leave_shards
         self.allow_nan = allow_nan
         self.fence = Fence(self.folder)
@@ -136,6 +138,8 @@ class Snapshots:
         with nan in it.
         """
         self.wait()
+        if self.entered is not None:
+            self.generation = self.entered
         attempt = self.attempt if attempt is None else attempt
         return self._save(state, step=step, world_size=world_size, attempt=attempt, if_newest=True)
 

@@ -384,8 +384,10 @@ class Attempts:
                     self._heard_looks += 1
             self._keeping.update(self._in_stage(stages.KEEPING, stages.PAUSING))
             self._keeping.update(self._stayed - self._in_stage())
-            if kind == "pause":  # who joins the others yet pauses after that
-                self._keeping.update(self._told.keys() & self._starting())
+            if (
+                kind == "pause" and self._may_stay
+            ):  # who evaluates, or joins the others yet, pauses after that
+                self._keeping.update(self._told)
             may_answer = self._heard_looks < HEARD_LOOKS and not left.isdisjoint(self._told)
             return time.monotonic() < until and (may_answer or not self._keeping.isdisjoint(left))
 
@@ -398,15 +400,15 @@ class Attempts:
     def failed_while_pausing(self) -> dict[int, int]:
         """Rank → exit code of those that have failed; one that cannot pause, and was to, may end by any code."""
         self._keeping.update(self._in_stage(stages.KEEPING, stages.PAUSING))
-        cannot = {
-            self.ranks[key]
-            for key, kind in self._told.items()
-            if kind == "pause" and key not in self._keeping
-        }
+        told = {key for key, kind in self._told.items() if kind == "pause"}
+        cannot = {self.ranks[key] for key in told - self._keeping}
+        stops = {self.ranks[key] for key in told}  # by a signal of their own, which cannot pause
         return {
             rank: code
             for rank, code in self.poll().items()
-            if code not in (*EXITS_NO_FAILURE, -signal.SIGTERM) and rank not in cannot
+            if code not in EXITS_NO_FAILURE
+            and rank not in cannot
+            and not (rank in stops and code == -signal.SIGTERM)
         }
 
     @property
@@ -437,11 +439,6 @@ class Attempts:
             for key, rank in self.ranks.items()
             if rank in told and (not stages or told[rank].says(stages))
         }
-
-    def _starting(self) -> set[int]:
-        """The local ranks that say what they do before their first step."""
-        told = self._record.progress()
-        return {key for key, rank in self.ranks.items() if rank in told and told[rank].stage}
 
     def kill(self, ranks: Collection[int]) -> None:
         """Kill those of these ranks that are this node's: nobody is to wait for an answer of theirs."""

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from agents import ANSWER_S, LEFT_WAITING, Agents, again_if_left_waiting, until
 
-from nodekit.deploy.agent.hang import hang
 from nodekit.deploy.agent.ranks.failures import is_secondary
+from nodekit.training.process.stages import WAITING
 
 pytestmark = pytest.mark.slow
 
@@ -583,7 +583,7 @@ def test_a_rank_that_has_said_that_it_waits_and_is_gone_is_started_again(agents:
     until(lambda: "listens" in run.logs(), what="the rank")
     run.fence()
     agents.wait("n0", "fenced")
-    (agents.node_dir("n0") / "progress/rank0").write_text(f"3 {hang.WAITING}\n")
+    (agents.node_dir("n0") / "progress/rank0").write_text(f"3 {WAITING}\n")
     run.begin_generation("n0")
     run.wait_succeeded()
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from agents import ANSWER_S, Agents, again_if_left_waiting, until
-from test_reform import JOB, PATIENCE_S, Run, agent_of
+from test_reform import JOB, PATIENCE_S, Alone, Run, agent_of
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +45,25 @@ class Task(Task):
         while os.path.exists("slow-model"):
             time.sleep(0.05)
         return super().model()
+"""
+
+FAILS_WHILE_IT_PAUSES = """
+import os, queue
+from pathlib import Path
+from nodekit.training.group.agent_messages import AgentMessages
+from nodekit.training.process.stages import PAUSING
+messages, told = AgentMessages(Path(os.environ["NODEKIT_AGENT_PIPE"])), queue.SimpleQueue()
+for kind in ("lost", "pause"):
+    messages.when(kind, lambda kind=kind: told.put(kind))
+print("began", flush=True)
+kind = told.get()
+print("told:", kind, flush=True)
+if kind == "pause":
+    Path(os.environ["NODEKIT_PROGRESS_FILE"]).write_text(f"3 {PAUSING}")
+    if os.environ["RANK"] == "1":
+        os._exit(1)
+    print("told:", told.get(), flush=True)
+os._exit(143)
 """
 
 
@@ -167,3 +186,16 @@ def test_what_a_rank_tells_by_the_number_that_it_had_is_not_its_nodes_progress(a
     until(lambda: agents.status("n2").get("progress"), what="n2's own progress", timeout_s=PATIENCE_S)
     run.names = ["n0", "n2"]
     ends_having_resumed_after(run, 10)
+
+
+def test_a_rank_fails_while_all_pause_for_a_node(agents: Agents) -> None:
+    """As over NCCL, where the others cannot notice, and wait for it to pause."""
+    run = Alone(agents, FAILS_WHILE_IT_PAUSES, num_nodes=3, min_nodes=2)
+    until(lambda: run.logs().count("began") == 3, what="three ranks", timeout_s=PATIENCE_S)
+    os.kill(agent_of(run.pids()["n2"][0]), signal.SIGKILL)
+    run.wait_world(2)
+    until(lambda: run.logs().count("began") == 5, what="two ranks", timeout_s=PATIENCE_S)
+    run.join("n2", 2)
+    until(lambda: run.events("n1", "worker-failed"), what="the failure is recorded", timeout_s=PATIENCE_S)
+    run.wait_world(3)
+    assert "told: lost" in agents.log(0, "0.1"), "it need not wait for who is gone"
