@@ -212,9 +212,7 @@ class Loop:
                 else:
                     is_stopped = not self._why_early
             if is_stopped:
-                if (
-                    not self.is_paused
-                ):  # else a node waits for this, and what is being written goes on meanwhile
+                if not self.is_paused:  # else others wait, and what is being written goes on meanwhile
                     if self._saved_step != self.step:  # a stop during an evaluation
                         self._save()
                     self.saver.wait()

@@ -187,9 +187,8 @@ class RoundWatch:
             self._pause_briefly()
             self._attempts.workers.wait(_POLL_S)
         tell: Kind = "pause"
-        if (
-            self._attempts.is_joining or time.monotonic() > until
-        ):  # others may wait for those that are ended now
+        # Others may wait for those that are ended now.
+        if self._attempts.is_joining or time.monotonic() > until:
             rendezvous.tell_broken(last.round, is_explained=False)
             tell = "lost"
         self._end(self._spec.grace_s, "a node comes in", tell)

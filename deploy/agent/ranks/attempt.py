@@ -64,9 +64,7 @@ class Attempts:
         self._messages = Messages(self._folder / "messages")
         self._told: dict[int, Kind] = {}  # local ranks that have heard why this attempt ends
         self._heard_looks = 0  # since all of these have read it
-        self._keeping: set[int] = (
-            set()
-        )  # those of them that have said that they keep what they have, or pause
+        self._keeping: set[int] = set()  # those of them that keep what they have, or are to pause
         self._staying: set[int] = set()  # those that wait for the next attempt, to go on in it
         self._stayed: set[int] = set()  # those that have been told of this one
         self._may_stay = False  # whether these can go on in another attempt
@@ -384,10 +382,8 @@ class Attempts:
                     self._heard_looks += 1
             self._keeping.update(self._in_stage(stages.KEEPING, stages.PAUSING))
             self._keeping.update(self._stayed - self._in_stage())
-            if (
-                kind == "pause" and self._may_stay
-            ):  # who evaluates, or joins the others yet, pauses after that
-                self._keeping.update(self._told)
+            # Who evaluates, or joins the others yet, pauses after that.
+            self._keeping.update(self._told if kind == "pause" and self._may_stay else ())
             may_answer = self._heard_looks < HEARD_LOOKS and not left.isdisjoint(self._told)
             return time.monotonic() < until and (may_answer or not self._keeping.isdisjoint(left))
 
