@@ -32,8 +32,9 @@ def duration(seconds: float) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """`1.2 GB`, `3.4 MB`, `5.6 kB`, `78 bytes`."""
+    """`1.2 GB`, `412 MB`, `5.6 kB`, `78 bytes`."""
     for unit_bytes, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= unit_bytes * 0.9995:
-            return f"{num_bytes / unit_bytes:.1f} {unit}"
+            size = num_bytes / unit_bytes
+            return f"{size:.{0 if size >= 99.95 else 1}f} {unit}"
     return f"{num_bytes:.0f} bytes"

@@ -231,7 +231,7 @@ def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):
     record = EventLog(spec)
     log = folder / "logs/rank0-attempt0.0.log"
     log.write_text("iter 100: loss 3.1405, time 200.15ms\n")
-    record.begin("0.0", group_rank=0, log_of_rank_0=str(log))
+    record.begin("0.0", ranks=[0], group_rank=0, log_of_rank_0=str(log))
     record.update(state="running", rank=0, world_size=2)
 
     def now() -> dict[str, Any]:
@@ -247,7 +247,7 @@ def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):
     seen = now()
     assert (seen["progress"], seen["guess"]) == ("7/9", None), "what it tells itself is no guess"
 
-    record.begin("0.1", group_rank=1, log_of_rank_0=str(log))
+    record.begin("0.1", ranks=[1], group_rank=1, log_of_rank_0=str(log))
     assert now()["guess"] is None, "rank 0 is another node's now"
     record.end("stopped")
     assert not [each for each in events.read(folder) if each.kind == "sample" and each.get("step") == 100]

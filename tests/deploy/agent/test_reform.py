@@ -712,8 +712,8 @@ def test_a_node_that_falls_silent_while_all_pause_for_another_does_not_cost_the_
     """Who has paused waits for it in a collective, until it is told."""
     run = Run(agents, min_nodes=2)
     run.wait_step(10)
-    before = run.pids()
     run.lose_n2()
+    before = run.pids()
     long = agents.folder / "code/long"
     long.touch()
     run.join("n2", 2)

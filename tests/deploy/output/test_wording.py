@@ -39,6 +39,7 @@ def test_of_many_nodes_the_first_are_named() -> None:
         (5600, "5.6 kB"),
         (999_900, "1.0 MB"),
         (3.4e6, "3.4 MB"),
+        (412e6, "412 MB"),
         (1.2e9, "1.2 GB"),
         (2e12, "2.0 TB"),
     ],
