@@ -127,7 +127,7 @@ def test_data_beside_the_script_that_is_not_sent_is_told_with_the_lines_that_sen
     ("argv", "sizes", "says"),  # of 3 files
     [
         (["tool/run.py"], {}, ""),
-        (["tool/run.py"], {"data/chars/train.bin": 120_000_000}, "3 files, 120.0 MB, ignored by .gitignore: `!*"),
+        (["tool/run.py"], {"data/chars/train.bin": 120_000_000}, "3 files, 120 MB, ignored by .gitignore: `!*"),
         (["tool/run.py", "--data=data/chars"], {}, "3 files, 3.6 kB, ignored by .gitignore: `!*.bin`, `!*.pkl`, `!"),
         (["tool/run.py", "data/chars/meta.pkl"], {}, "3 files, 3.6 kB, ignored by .gitignore: `!*.pkl`, "),
         (["tool/run.py", "--from", "out/last.pt"], {}, "3 files, 3.6 kB, ignored by .gitignore: `!/out/`, "),
