@@ -8,7 +8,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest --dist loadfi
 .PHONY: help up test quick fuzz check bench docs pictures releases releases-venvs
 
 help:
-	@echo "make up     train the training module on two nodes on this machine, start to end"
+	@echo "make up     run the training module on two nodes on this machine, start to end"
 	@echo "make test   lint, types and all tests (root: they start hosts in network namespaces)"
 	@echo "make quick  the same without the tests that start hosts or jobs: the loop while you work"
 	@echo "make fuzz   the tests that draw their examples (simulated clusters, hostfiles, damaged snapshots), with new ones"

@@ -36,7 +36,7 @@ LOGGING = ("logbook", "status")  # threads of the agent: lines are dated and bou
 DESCRIPTION = """\
 Six costs of seeing a run.
 
-  training   a node of one core trains the training module, which takes all of it; the supervisor is on another
+  training   a node of one core runs the training module, which takes all of it; the supervisor is on another
              core, as it is on another machine. What watches (the channel's far end, the supervisor) is stopped in
              some windows, what logs (threads of the agent) too in others, and all of kit in the rest: how many
              steps per second there are with it, as a ratio to those without. It is the hardest case: no second

@@ -56,7 +56,7 @@ in kit's ranks  The script's steps are made by kit's ranks, in turns with the mo
 """
 EPILOG = f"""\
 examples:
-  bench/throughput                         two lengths of a step, some eight minutes each; wants an idle machine
+  bench/throughput                         two lengths of a step, some 15 minutes each; wants an idle machine
   bench/throughput --batch-size 1024       one length of a step: so many samples over all ranks together
 
 Exit status: 0 unless something broke; a goal ({GOAL}) that is missed is no error.

@@ -58,6 +58,7 @@ _LATER_S = 1.0  # that node has been heard since: else the connection from here 
 MAX_UNGATHERED = 2000
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
 Heard = Literal["plan", "busy", "problem", "refused", "lost", "unknown", "part", "ended"]
+"""What a thread has found out about its node."""
 NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
 
 

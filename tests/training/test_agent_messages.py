@@ -288,8 +288,8 @@ def test_a_step_that_could_not_be_saved_is_not_given_up_at_once(
     with reform.guarded(replace(world, kept=kept), Stop()):
         assert agent.send(0, {"kind": "lost"})
         assert done.get(timeout=SOON_S) == "not saved"
-    with pytest.raises(queue.Empty):
-        done.get(timeout=0.3)
+        with pytest.raises(queue.Empty):
+            done.get(timeout=0.3)
 
 
 def test_a_rank_that_joins_the_others_is_not_stopped_to_pause(agent: Messages, world: World) -> None:

@@ -97,7 +97,7 @@ def is_idle(is_over: threading.Event, seconds: float, most_s: float) -> bool:
         seconds: in which it does nothing.
         most_s: for all else that it does.
     """
-    return _goes_on(is_over, seconds, most_s, lambda is_idle: is_idle)
+    return _goes_on(is_over, seconds, most_s, bool)
 
 
 def _goes_on(is_over: threading.Event, seconds: float, most_s: float, waits: Callable[[bool], bool]) -> bool:

@@ -17,14 +17,12 @@ from typing import Literal
 from nodekit.training.process.stages import STARTING
 
 FLOOR_S = 120.0  # a pause no longer than this is no hang, unless the inventory says so (timings.hang)
-_GAP_S = (
-    5.0  # at most so much counts between two calls: after more, we, and maybe the ranks too, were suspended
-)
+# At most so much counts between two calls: after more, we, and maybe the ranks too, were suspended.
+_GAP_S = 5.0
 _TALKING = 10  # how many times the learnt limit a job may stay at a step while its logs grow: it may evaluate
 _MAX_PATIENCE = 64
-_STAGE_TIMES = (
-    5  # how many times the limit a rank may stay at a stage of its start: imports, downloads, compilation
-)
+# How many times the limit a rank may stay at a stage of its start: imports, downloads, compilation.
+_STAGE_TIMES = 5
 _OWN_CHANGES = 3  # from then on a rank has a rhythm of its own that it can fall behind
 _STEP = re.compile(r"\s*(\d+)(?:\s*/\s*(\d+))?")
 

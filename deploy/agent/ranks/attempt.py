@@ -395,7 +395,6 @@ class Attempts:
 
     def failed_while_pausing(self) -> dict[int, int]:
         """Rank → exit code of those that have failed; one that cannot pause, and was to, may end by any code."""
-        self._keeping.update(self._in_stage(stages.KEEPING, stages.PAUSING))
         told = {key for key, kind in self._told.items() if kind == "pause"}
         cannot = {self.ranks[key] for key in told - self._keeping}
         stops = {self.ranks[key] for key in told}  # by a signal of their own, which cannot pause

@@ -22,7 +22,7 @@ from nodekit.deploy.commands import arguments
 ACTS = True
 EPILOG = f"""\
 examples:
-  kit up                                 two nodes on this machine train the training module
+  kit up                                 the training module, on two nodes on this machine
   kit up inventory/lab.yaml              the job the inventory names
   kit up lab.yaml -- train.py --lr 0.1   this script, as torchrun would run it
   kit up lab.yaml --dry-run              print what each node would run, and run nothing

@@ -87,7 +87,7 @@ def test_a_run_goes_with_all_it_has_and_again_is_fine(site: Site, capsys: pytest
     # Two nodes, one folder: told once.
     assert [line.partition("  ")[0] for line in said] == [ID, "", "", f"{ID} is removed"]
     assert said[1].startswith(f"  a:{site.place}  ")
-    assert re.search(r"  [\d.]+ kB; snapshots 1\d\d kB$", said[1]), said
+    assert re.search(r"  \d\d\.\d kB; snapshots 1\d\d kB$", said[1]), said
     assert not site.place.exists()
     assert not site.run.folder.exists()
     assert list((site.work / "runs").iterdir()) == []
