@@ -22,6 +22,7 @@ RANKS = 2
 LR = 1e-9
 """Nothing is learnt: a model that has learnt its samples by heart has denormal gradients, which cost a CPU more."""
 WINDOW_S, SETTLE_S = 1.5, 0.3
+IDLE_S = 5.0  # until a torchrun has started its ranks
 GOAL = 0.995
 HEADER = ["step of the plain script", "kit to it: apart", "in kit's ranks", "pairs, turns", "goal"]
 CODE = Path(__file__).with_name("throughput_job.py")
@@ -51,8 +52,9 @@ Both train the same model on the same samples with {RANKS} ranks on this machine
 apart           The script runs under torchrun, at the same time; the other one is stopped (SIGSTOP) meanwhile, with all
                 that belongs to it. Two processes that do the same differ by some percent, by where their memory lies:
                 both are started anew for each pair of rates, and it takes many pairs to tell one percent.
-in kit's ranks  The script's steps are made by kit's ranks, in turns with the module's. Meanwhile all else of kit's is
-                stopped, so that what it takes of the cores counts for the module's steps alone.
+in kit's ranks  The script's steps are made by kit's ranks, in turns with the module's: their memory is the same.
+                Meanwhile all else of kit's is stopped, so that what it takes of the cores counts for the module's steps
+                alone. Beside the script's steps, in its place, runs a torchrun of {RANKS} processes that sleep.
 """
 EPILOG = f"""\
 examples:
@@ -63,26 +65,37 @@ Exit status: 0 unless something broke; a goal ({GOAL}) that is missed is no erro
 """
 
 
+def torchrun(*argv: str, **env: str) -> subprocess.Popen[bytes]:
+    """Start one of this many ranks."""
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={RANKS}", *argv),
+        ],
+        env={**os.environ, **env},
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def ended(process: subprocess.Popen[bytes]) -> None:
+    """End a torchrun, with its ranks."""
+    signalled([process.pid, *descendants(process.pid)], signal.SIGKILL)
+    process.wait()
+
+
 class Plain:
     """The script, under torchrun."""
 
     def __init__(self, folder: Path, batch_size: int) -> None:
         self._steps = folder / "steps"
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={RANKS}", str(CODE)),
-            ],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "BENCH_BATCH_SIZE": str(batch_size),
-                "BENCH_LR": str(LR),
-                "BENCH_STEPS": str(self._steps),
-            },
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+        self._process = torchrun(
+            str(CODE),
+            OMP_NUM_THREADS="1",
+            BENCH_BATCH_SIZE=str(batch_size),
+            BENCH_LR=str(LR),
+            BENCH_STEPS=str(self._steps),
         )
         deadline = time.monotonic() + START_S
         while not self._steps.exists() or len(self.steps()) < 100:
@@ -103,8 +116,7 @@ class Plain:
 
     def stop(self) -> None:
         """End it."""
-        signalled(self.all, signal.SIGKILL)
-        self._process.wait()
+        ended(self._process)
 
 
 def rate(done: Sequence[float], start: float, end: float) -> float:
@@ -177,14 +189,17 @@ def in_turns(job: Job, plain: Plain, seconds: float) -> tuple[float, float]:
 def in_its_ranks(job: Job, turns: Path, seconds: float) -> list[float]:
     """Of each turn, the script's time for so many steps as a share of the module's."""
     beside, times = turns.with_suffix(".new"), turns.with_suffix(".times")
+    idle = torchrun("--no-python", "sleep", "infinity")
     try:
-        beside.write_text(json.dumps(job.all))
+        time.sleep(IDLE_S)
+        beside.write_text(json.dumps({"module": job.all, "script": [idle.pid]}))
         beside.replace(turns)
         time.sleep(seconds)
     finally:
-        beside.write_text("[]")  # from now on nobody is to be stopped any more
+        beside.write_text("{}")  # from now on nobody is to be stopped any more
         beside.replace(turns)
         time.sleep(2 * WINDOW_S)
+        ended(idle)
     found = [json.loads(line) for line in times.read_text().splitlines()] if times.exists() else []
     if not found:
         raise BenchError(f"no turn of the plain script's in kit's ranks within {seconds:.0f} s")

@@ -67,7 +67,7 @@ class Task(Digits):
 class _Turns:
     """Makes steps of the plain script in kit's ranks, in turns with the module's own: their memory is the same.
 
-    Once the file ``$BENCH_TURNS`` is there, which has the processes that are to stand still during the plain ones.
+    Once the file ``$BENCH_TURNS`` is there, with the processes that run beside steps of the module, and of the script.
     ``.times`` beside it gets a line for each turn: the seconds of so many steps of the module, and of the script.
     """
 
@@ -90,8 +90,8 @@ class _Turns:
         if not is_wanted:
             return
         is_first = distributed.get_rank() == 0
-        watchers = json.loads(self._file.read_text()) if is_first else []
-        _signal(watchers, signal.SIGSTOP)
+        beside = json.loads(self._file.read_text()) if is_first else {}
+        _turn(beside, "script", "module")
         if self._plain is None:
             self._plain = plain_steps(self._task).__next__
             for _ in range(_WARM_STEPS):
@@ -101,17 +101,18 @@ class _Turns:
         for _ in range(self._num_steps):
             self._plain()
         plain_s = time.monotonic() - plain_s
-        _signal(watchers, signal.SIGCONT)
+        _turn(beside, "module", "script")
         if is_first and began_s is not None:
             with self._file.with_suffix(".times").open("a") as file:
                 file.write(json.dumps([ended_s - began_s, plain_s]) + "\n")
         self._began_s = time.monotonic()
 
 
-def _signal(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+def _turn(beside: dict[str, list[int]], goes_on: str, stops: str) -> None:
+    for which, number in ((stops, signal.SIGSTOP), (goes_on, signal.SIGCONT)):
+        for pid in beside.get(which, ()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def plain_steps(task: Task) -> Iterator[None]:

@@ -58,7 +58,7 @@ class Doing:
 class View:
     """Prints lines; in a terminal the nodes' status stays below them."""
 
-    tick_s = 0.25  # each time takes a core half a millisecond: it has other things in its caches by then
+    tick_s = 0.5  # each time takes a core half a millisecond: it has other things in its caches by then
 
     def __init__(self, nodes: list[str], *, logs: bool = True, repeats: bool = True) -> None:
         """Without a terminal, a node's status is printed when its state changes, and again now and then (`repeats`)."""

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import math
 import queue
 import threading
 import time
@@ -54,6 +55,8 @@ _LOG = logging.getLogger(__name__)
 RETRY_S = 1.0
 UNREACHABLE_AFTER_S = 3.0  # a node says something every second; this long without a word, it is unreachable
 HOST_UNREACHABLE_AFTER_S = 2.0  # the same, of a rendezvous host that another node has lost
+LATE_AFTER_S = 1.6  # the same, of one that may be about to be: at the latest it says something after 1.5 s
+SOON_S = 0.1
 _LATER_S = 1.0  # that node has been heard since: else the connection from here may be cut to both
 MAX_UNGATHERED = 2000
 LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
@@ -138,7 +141,7 @@ class Supervisor:
             threading.Thread(target=self._follow, args=(name,), name=f"follow-{name}", daemon=True).start()
         while True:
             with contextlib.suppress(queue.Empty):
-                self._take(*self._queue.get(timeout=self._view.tick_s))
+                self._take(*self._queue.get(timeout=self._wait_s()))
                 while True:
                     self._take(*self._queue.get_nowait())
             self._view.status(self._lines)
@@ -167,6 +170,12 @@ class Supervisor:
                 self._view.say(
                     f"{type(each).__name__} failed and is left out: {type(error).__name__}: {error}"
                 )
+
+    def _wait_s(self) -> float:
+        """How long to wait for what nodes say: a host that is about to be missed is looked at more often."""
+        silent_s = time.monotonic() - self._heard.get(self._state.host, math.inf)
+        is_late = LATE_AFTER_S < silent_s <= UNREACHABLE_AFTER_S
+        return min(self._view.tick_s, SOON_S) if is_late else self._view.tick_s
 
     def _miss_host(self) -> None:
         """Take the rendezvous host for unreachable sooner where another node, which is heard, has lost it, too."""

@@ -109,15 +109,17 @@ class ElasticSampler:
         for start in range(offset, self.num_samples, self.batch_size):
             if (epoch, start) in self.left_out:
                 continue
-            batch = order[start : start + self.batch_size].tolist()
+            batch = order[start : start + self.batch_size]
             begin, end = (_cut(len(batch), rank, self.world_size) for rank in (self.rank, self.rank + 1))
-            own = batch[begin:end]
+            own = batch[begin:end].tolist()
             largest = _cut(len(batch), 1, self.world_size)  # rank 0's: no rank has more
             num_parts = -(-largest // self.micro_batch) if self.micro_batch else 1
             for part in range(num_parts):
                 indices = own[_cut(len(own), part, num_parts) : _cut(len(own), part + 1, num_parts)]
                 share = len(indices) / len(batch)
-                yield Micro(indices or batch[:1], share, share * self.world_size, part == num_parts - 1)
+                yield Micro(
+                    indices or batch[:1].tolist(), share, share * self.world_size, part == num_parts - 1
+                )
 
     def __iter__(self) -> Iterator[list[int]]:
         return (micro.indices for micro in self.micro_batches())
