@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from nodekit.training import starting_point
 from nodekit.training.data.evaluate import Evaluation, to_device
 from nodekit.training.data.loading import load_training_data, loading
 from nodekit.training.engines import ShardedEngine, State
@@ -34,19 +35,15 @@ from nodekit.training.snapshots.saver import Saver
 from nodekit.training.steps.guarded import GuardedUpdates, can_guard, shared_flag
 from nodekit.training.steps.local_sgd import LocalSgd
 from nodekit.training.steps.not_finite import check_loss, check_weights
-from nodekit.training.steps.optimizers import is_fused, load_state
+from nodekit.training.steps.optimizers import is_fused
 from nodekit.training.steps.step_sums import Step, StepSums, part_of_loss
 from nodekit.training.tasks import GIVEN, Task, optimizer_of
-from nodekit.training.weights import checkpoint
 from nodekit.training.weights.best import Best
 from nodekit.training.weights.digest import size_bytes, weights_sha256
 from nodekit.training.weights.epochs import EpochWeights
-from nodekit.training.weights.export import load_weights, read_weights
 from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
-
-_ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
 
 
 class Loop:
@@ -70,8 +67,6 @@ class Loop:
         self.world = world
         self.task = task
         self.stop = stop
-        self.step = 0
-        self.trained_s = 0.0
         world.stage("making the model and reading the data")
         optimizer = self._make_model()
         self.sampler, self.loader = load_training_data(options, world, task)
@@ -80,19 +75,21 @@ class Loop:
         world.stage("looking for the newest snapshot")
         snapshots, writes = open_snapshots(folder, options, world)
         found = newest_of_all(snapshots, world, writes=writes, is_mapped=True)
-        self.resumed_from = found.source if found else None
-        left_out = self._load(found, optimizer)
+        if found:
+            world.stage("loading the snapshot")
+        start = starting_point.load(found, options, self.module, optimizer, self.sampler)
+        self.step, self.resumed_from = start.step, start.resumed_from
         self.sampler.leave_out(without)
         self.total_steps = self.step + self.sampler.steps_to(options.epochs)
         world.stage("making the engine")
         self._make_engine(found, optimizer)
         self._make_reporting(folder, {} if found is None else found.state.get("best", {}))
-        for each in left_out:
+        for each in start.left_out:
             self.report.say(f"left out of {options.init_from or options.resume_from}: {each}")
         self.last_whole_step = self._watch_updates(optimizer)
         self.saver = Saver(
             snapshots, world, self.report, writes=writes or self.is_sharded, every=options.snapshot_every,
-            seconds=options.snapshot_seconds, trained_s=self.trained_s,
+            seconds=options.snapshot_seconds, trained_s=start.trained_s,
         )  # fmt: skip
         self._last_batch: tuple[int, int] | None = None  # of the last step whose loss is known
         is_guarded = self.last_whole_step.is_known_late
@@ -118,8 +115,7 @@ class Loop:
         options, device = self.options, self.world.device
         rng.seed_all(options.seed, rank=0)  # the same weights everywhere; engines send rank 0's anyway
         # Some engines share the weights out before they go to the device, which may have no room for the whole.
-        self.begins_on_cpu = begins_on_cpu(options)
-        self.module = self.task.model().to("cpu" if self.begins_on_cpu else device)
+        self.module = self.task.model().to("cpu" if begins_on_cpu(options) else device)
         if options.sync_bn:
             self.module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
         fused = is_fused(options, device)
@@ -555,47 +551,3 @@ class Loop:
             "best": self.best.state(),
             "outer": self.local_sgd.state() if self.local_sgd else {},
         }
-
-    def _load(self, found: Loaded | None, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Continue from a snapshot, or from what the options name; return what was left out, a line for each."""
-        options = self.options
-        if found:
-            self.world.stage("loading the snapshot")
-            self._resume(found, optimizer)
-        elif path := options.init_from:
-            is_partial = options.ignore_mismatched_sizes
-            return load_weights(self.module, read_weights(path), path, ignore_mismatched_sizes=is_partial)
-        elif options.resume_from:
-            return self._resume_checkpoint(options.resume_from, optimizer)
-        return []
-
-    def _resume(self, found: Loaded, optimizer: torch.optim.Optimizer) -> None:
-        """Continue from a snapshot: everything but the scaler, which the engine loads."""
-        state = found.state
-        try:
-            if not found.shards:  # else the engine reads them, each rank its own part
-                self.module.load_state_dict(state["model"])
-                load_state(optimizer, state["optimizer"], is_kept=self.begins_on_cpu)
-            self.sampler.load_state_dict(state["sampler"])
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise TrainingError(
-                f"the snapshot {found.source} is not of this task or model: {error}. {_ANEW}"
-            ) from error
-        self._refuse_if_over(found.source)
-        self.step, self.trained_s = state["step"], state.get("trained_s", 0.0)
-
-    def _resume_checkpoint(self, path: Path, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Continue at the epoch of a script's own checkpoint; return what was left out of it, a line for each."""
-        is_partial = self.options.ignore_mismatched_sizes
-        self.sampler.epoch, left_out = checkpoint.resume(path, self.module, optimizer, is_partial=is_partial)
-        self._refuse_if_over(str(path))
-        self.step = self.sampler.epoch * self.sampler.steps_per_epoch
-        self.resumed_from = str(path)
-        return left_out
-
-    def _refuse_if_over(self, source: str) -> None:
-        if self.sampler.epoch >= self.options.epochs:
-            raise TrainingError(
-                f"{source} is in epoch {self.sampler.epoch + 1} already and --epochs is "
-                f"{self.options.epochs}: give more epochs. {_ANEW}"
-            )

@@ -1,0 +1,97 @@
+"""Where a training begins: at the newest snapshot, or where the options say."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nodekit.training.data.sampler import ElasticSampler
+from nodekit.training.engines.load import begins_on_cpu
+from nodekit.training.errors import TrainingError
+from nodekit.training.options.options import Options
+from nodekit.training.snapshots.files.manifest import Loaded
+from nodekit.training.steps.optimizers import load_state
+from nodekit.training.weights import checkpoint
+from nodekit.training.weights.export import load_weights, read_weights
+
+_ANEW = "To train anew, give another folder with --output, or a new run with kit up --new"
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """What a training goes on from; by default it begins."""
+
+    step: int = 0
+    trained_s: float = 0.0
+    """How long the job has trained until then, restarts included."""
+    resumed_from: str | None = None
+    left_out: Sequence[str] = ()
+    """What was left out of the file that the options name, a line for each."""
+
+
+def load(
+    found: Loaded | None,
+    options: Options,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: ElasticSampler,
+) -> StartingPoint:
+    """Continue from a snapshot, or else from what the options name: all but what the engine loads.
+
+    Raises:
+        TrainingError: it is of another task or model, or trained to the end already.
+    """
+    if found:
+        return _snapshot(found, options, module, optimizer, sampler)
+    is_partial = options.ignore_mismatched_sizes
+    if path := options.init_from:
+        lines = load_weights(module, read_weights(path), path, ignore_mismatched_sizes=is_partial)
+        return StartingPoint(left_out=lines)
+    if path := options.resume_from:
+        return _checkpoint(path, options, module, optimizer, sampler)
+    return StartingPoint()
+
+
+def _snapshot(
+    found: Loaded,
+    options: Options,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: ElasticSampler,
+) -> StartingPoint:
+    state = found.state
+    try:
+        if not found.shards:  # else the engine reads them, each rank its own part
+            module.load_state_dict(state["model"])
+            load_state(optimizer, state["optimizer"], is_kept=begins_on_cpu(options))
+        sampler.load_state_dict(state["sampler"])
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise TrainingError(
+            f"the snapshot {found.source} is not of this task or model: {error}. {_ANEW}"
+        ) from error
+    _refuse_if_over(found.source, options, sampler)
+    return StartingPoint(state["step"], state.get("trained_s", 0.0), found.source)
+
+
+def _checkpoint(
+    path: Path,
+    options: Options,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sampler: ElasticSampler,
+) -> StartingPoint:
+    """Continue at the epoch of a script's own checkpoint."""
+    is_partial = options.ignore_mismatched_sizes
+    sampler.epoch, left_out = checkpoint.resume(path, module, optimizer, is_partial=is_partial)
+    _refuse_if_over(str(path), options, sampler)
+    step = sampler.epoch * sampler.steps_per_epoch
+    return StartingPoint(step, resumed_from=str(path), left_out=left_out)
+
+
+def _refuse_if_over(source: str, options: Options, sampler: ElasticSampler) -> None:
+    if sampler.epoch >= options.epochs:
+        raise TrainingError(
+            f"{source} is in epoch {sampler.epoch + 1} already and --epochs is {options.epochs}: give more epochs. "
+            f"{_ANEW}"
+        )
