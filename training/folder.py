@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nodekit.training.errors import TrainingError
+from nodekit.training.options.deepspeed_config import read_settings
 from nodekit.training.options.options import Options
 
 log = logging.getLogger("nodekit.training")
@@ -26,7 +27,7 @@ class InUse(TrainingError):
     """Another process writes to the folder."""
 
 
-def default_folder(options: Options) -> Path:
+def default_folder(options: Options, world_size: int) -> Path:
     """Return the folder of a run without ``--output``: below ``runs``, named by what is trained, and how.
 
     Two commands have the same folder only if they differ in nothing but options with which a run may go on from the
@@ -37,6 +38,10 @@ def default_folder(options: Options) -> Path:
         for option in fields(options)
         if not option.metadata["may_change"] and (value := getattr(options, option.name)) != option.default
     }
+    if options.deepspeed_config:
+        per_rank = read_settings(options.deepspeed_config).batch_size
+        if per_rank and options.batch_size == per_rank * world_size:
+            given["batch_size"] = f"{per_rank} per rank"
     digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
     where, _, name = options.task.rpartition(":")
     task = re.sub(r"\W+", "-", f"{Path(where).stem}-{name}" if where else name)

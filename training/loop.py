@@ -84,8 +84,8 @@ class Loop:
         world.stage("making the engine")
         self._make_engine(found, optimizer)
         self._make_reporting(folder, {} if found is None else found.state.get("best", {}))
-        for each in start.left_out:
-            self.report.say(f"left out of {options.init_from or options.resume_from}: {each}")
+        for each in start.notes:
+            self.report.say(each)
         self.last_whole_step = self._watch_updates(optimizer)
         self.saver = Saver(
             snapshots, world, self.report, writes=writes or self.is_sharded, every=options.snapshot_every,

@@ -355,5 +355,5 @@ def output_folder(options: Options, world: "World") -> Path:
     """This node's folder: the given one, kit's, or one in the working folder, which the same command finds again."""
     if options.output is None and world.output_dir is not None:
         return world.output_dir
-    folder = options.output or default_folder(options)
+    folder = options.output or default_folder(options, world.world_size)
     return folder / f"node{world.node_rank}" if world.node_rank else folder

@@ -11,7 +11,7 @@ from nodekit.training.engines.load import begins_on_cpu
 from nodekit.training.errors import TrainingError
 from nodekit.training.options.options import Options
 from nodekit.training.snapshots.files.manifest import Loaded
-from nodekit.training.steps.optimizers import load_state
+from nodekit.training.steps.optimizers import load_state, unlike
 from nodekit.training.weights import checkpoint
 from nodekit.training.weights.export import load_weights, read_weights
 
@@ -26,8 +26,8 @@ class StartingPoint:
     trained_s: float = 0.0
     """How long the job has trained until then, restarts included."""
     resumed_from: str | None = None
-    left_out: Sequence[str] = ()
-    """What was left out of the file that the options name, a line for each."""
+    notes: Sequence[str] = ()
+    """What the user should know of it, a line for each."""
 
 
 def load(
@@ -46,8 +46,8 @@ def load(
         return _snapshot(found, options, module, optimizer, sampler)
     is_partial = options.ignore_mismatched_sizes
     if path := options.init_from:
-        lines = load_weights(module, read_weights(path), path, ignore_mismatched_sizes=is_partial)
-        return StartingPoint(left_out=lines)
+        left_out = load_weights(module, read_weights(path), path, ignore_mismatched_sizes=is_partial)
+        return StartingPoint(notes=_without(left_out, path))
     if path := options.resume_from:
         return _checkpoint(path, options, module, optimizer, sampler)
     return StartingPoint()
@@ -62,6 +62,7 @@ def _snapshot(
 ) -> StartingPoint:
     state = found.state
     try:
+        notes = unlike(optimizer, state["optimizer"])
         if not found.shards:  # else the engine reads them, each rank its own part
             module.load_state_dict(state["model"])
             load_state(optimizer, state["optimizer"], is_kept=begins_on_cpu(options))
@@ -71,7 +72,7 @@ def _snapshot(
             f"the snapshot {found.source} is not of this task or model: {error}. {_ANEW}"
         ) from error
     _refuse_if_over(found.source, options, sampler)
-    return StartingPoint(state["step"], state.get("trained_s", 0.0), found.source)
+    return StartingPoint(state["step"], state.get("trained_s", 0.0), found.source, notes)
 
 
 def _checkpoint(
@@ -86,7 +87,11 @@ def _checkpoint(
     sampler.epoch, left_out = checkpoint.resume(path, module, optimizer, is_partial=is_partial)
     _refuse_if_over(str(path), options, sampler)
     step = sampler.epoch * sampler.steps_per_epoch
-    return StartingPoint(step, resumed_from=str(path), left_out=left_out)
+    return StartingPoint(step, resumed_from=str(path), notes=_without(left_out, path))
+
+
+def _without(left_out: Sequence[str], path: Path) -> list[str]:
+    return [f"left out of {path}: {each}" for each in left_out]
 
 
 def _refuse_if_over(source: str, options: Options, sampler: ElasticSampler) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -235,6 +236,23 @@ class Ending:
             signal.signal(number, signal.SIG_IGN)
 
 
+class _Log(io.TextIOWrapper):
+    """What the leader says. Where it cannot be written (a full disk, a quota), the job goes on, and says less."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 def lead(run_dir: Path, place: Path) -> int:
     """Do on the allocation what `kit up` does over SSH; kit's exit status.
 
@@ -251,7 +269,7 @@ def lead(run_dir: Path, place: Path) -> int:
     contact |= place_of_log(place)
     write_private(str(place), json.dumps(contact).encode())
     threading.Thread(target=serve, args=(place,), daemon=True).start()
-    with log.open("a", buffering=1, encoding="utf-8") as out, contextlib.redirect_stdout(out):
+    with _Log(log.open("ab"), encoding="utf-8", line_buffering=True) as out, contextlib.redirect_stdout(out):
         ending, is_queued_again = Ending(), False
         threading.Thread(target=_beat_until, args=(place, ending.over), daemon=True).start()
         try:
@@ -317,11 +335,13 @@ def _beat_until(place: Path, over: threading.Event) -> None:
 def _queue_again(run_dir: Path, ending: Ending, place: Path) -> tuple[bool, int]:
     """Whether a job that was stopped before its end goes back to the queue, and else kit's exit status."""
     job = job_now()
-    # Somebody has cancelled it, or requeued it by hand. A job that is about to be preempted is still RUNNING.
-    if not ending.is_warned and job.get("JobState") != "RUNNING":
+    is_preempted = job.get("PreemptTime", "None") != "None"
+    # What it was warned of has come; or Slurm does not answer.
+    is_cut_off = ending.is_warned and (not job or is_preempted or job.get("Reason") == "TimeLimit")
+    # Somebody has cancelled it, warned or not, or requeued it by hand. One about to be preempted is still RUNNING.
+    if job.get("JobState") != "RUNNING" and not is_cut_off:
         return False, STOPPED_EXIT
     run, limit = readable_record_of(run_dir), settings_of(run_dir).max_requeues
-    is_preempted = job.get("PreemptTime", "None") != "None"
     if num_restarts() >= limit:
         why = f"the job was queued again {num_restarts()} times: slurm.max_requeues is {limit}"
     elif not (has_made_progress(run_dir) or is_preempted or ending.lost or is_missing_step(place)):
@@ -418,8 +438,9 @@ def _look_for_nodes(run_dir: Path, tasks: Tasks, names: list[str], least: int, e
         absent = tasks.absent(names)
         if absent != before:
             told = {"job": own_job_id(os.environ), "nodes": absent}
-            write_private(str(file), json.dumps(told).encode())
-            before = absent
+            with contextlib.suppress(OSError):  # a full disk: it is told when there is room again
+                write_private(str(file), json.dumps(told).encode())
+                before = absent
         if len(names) - len(absent) >= least:
             few_since = None
             continue

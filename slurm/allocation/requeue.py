@@ -64,7 +64,7 @@ def settings_of(run_dir: Path) -> SlurmSettings:
 
 def job_now() -> dict[str, str]:
     """What Slurm says of this job: its JobState, NodeList, PreemptTime…; {} where it does not answer."""
-    names = "JobState|NodeList|PreemptTime|ExcNodeList|Partition"
+    names = "JobState|Reason|NodeList|PreemptTime|ExcNodeList|Partition"
     said = _slurm("scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"])
     return dict(re.findall(rf"(?:^|\s)({names})=(\S*)", said))
 
@@ -114,9 +114,17 @@ def fail_without_leader(run_dir: Path, why: str, cause: dict[str, str]) -> None:
         f"\n{run_dir.name} failed: {why}",
         *(f"  {label:<10}{cause[key]}" for label, key in _ROWS if cause),
     ]
-    with (run_dir / "slurm" / "logs" / "kit.log").open("a", encoding="utf-8") as log:
-        log.write("\n".join(told) + "\n")
+    _say(run_dir, "\n".join(told))
     finish(run_dir, JobFailed.exit_code, "failed", why, cause)
+
+
+def _say(run_dir: Path, text: str) -> None:
+    """Tell it where `kit up` shows it; a disk that is full keeps nothing from being done."""
+    with (
+        contextlib.suppress(OSError),
+        (run_dir / "slurm" / "logs" / "kit.log").open("a", encoding="utf-8") as log,
+    ):
+        log.write(f"{text}\n")
 
 
 def queue_again_without_leader(
@@ -141,8 +149,7 @@ def queue_again_without_leader(
     if is_over:
         fail_without_leader(run_dir, f"{why}, {then}", cause or {})
     else:
-        with (run_dir / "slurm" / "logs" / "kit.log").open("a", encoding="utf-8") as log:
-            log.write(f"{why}; {then}\n")
+        _say(run_dir, f"{why}; {then}")
     # It comes with what is asked for now, and would end what is asked next.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _slurm(*(["scancel"] if is_over else ["scontrol", "requeue"]), os.environ["SLURM_JOB_ID"])

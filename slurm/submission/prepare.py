@@ -44,7 +44,6 @@ from nodekit.slurm.cluster.login import (
 )
 from nodekit.slurm.sbatch_parameters import inventory_keys, parameters
 
-MAX_TIMEOUTS = 100
 # submitit writes a file for each run of an array, and kit its secrets; a shared folder may be slow
 SUBMIT_RUN_S = 0.1
 NEEDED_MODULES = {
@@ -239,7 +238,7 @@ class Ready:
             "folder": f"{self.run_dir}/slurm",
             "run_dirs": run_dirs,
             "parameters": self.parameters,
-            "max_timeouts": MAX_TIMEOUTS,
+            "max_timeouts": self.settings.max_requeues,  # kit counts them, too, and is to be the one that says so
             "private": {} if test else self.private,
             "test": test,
         }
@@ -324,7 +323,8 @@ def _script_problem(ready: Ready, inventory: Inventory, argv: Sequence[str]) -> 
     Raises:
         KitError: it lacks something, and nothing that the inventory names could bring it.
     """
-    code, further = f"{ready.run_dir}/code", dict(inventory.job.env).get("PYTHONPATH", "")
+    code = f"{ready.run_dir}/code"
+    further = {**inventory.defaults.env, **inventory.job.env}.get("PYTHONPATH", "")
     paths = [ready.kit_dir, *(str(Path(code, path)) for path in further.split(os.pathsep) if path)]
     done = execute(
         ready.channel,

@@ -769,6 +769,42 @@ def test_a_job_is_stopped_by_its_first_signal_and_none_that_follows_cuts_the_sto
     assert ending.is_warned  # that the job ends soon is known from whichever signal says so
 
 
+def test_a_leader_whose_log_cannot_be_written_goes_on(tmp_path: Path) -> None:
+    with allocation._Log(Path("/dev/full").open("ab"), encoding="utf-8", line_buffering=True) as out:
+        for _ in range(3):
+            print("x" * 10_000, file=out, flush=True)
+    with allocation._Log((tmp_path / "kit.log").open("ab"), encoding="utf-8", line_buffering=True) as out:
+        print("it goes on", file=out)
+        assert (tmp_path / "kit.log").read_text() == "it goes on\n"
+
+
+@pytest.mark.parametrize(
+    ("job", "is_queued_again"),
+    [
+        ({"JobState": "RUNNING", "Reason": "None"}, True),
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit"}, True),
+        ({"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "2026-11-30T01:51:26"}, True),
+        ({}, True),
+        ({"JobState": "COMPLETING", "Reason": "None", "PreemptTime": "None"}, False),
+    ],
+)
+def test_a_job_that_is_cancelled_while_it_stops_for_its_time_limit_is_not_queued_again(
+    ending: Ending,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    job: dict[str, str],
+    is_queued_again: bool,
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGTERM)
+    monkeypatch.setattr(allocation, "job_now", lambda: job)
+    monkeypatch.setattr(allocation, "settings_of", lambda _: SlurmSettings(nodes="2"))  # type: ignore[arg-type]
+    monkeypatch.setattr(allocation, "has_made_progress", lambda _: True)
+    found = allocation._queue_again(tmp_path, ending, tmp_path / "slurm" / "1.0.json")
+    assert found == (is_queued_again, runs.STOPPED_EXIT)
+
+
 def test_a_job_that_lacks_nodes_says_so_whatever_else_it_is_told(ending: Ending) -> None:
     with pytest.raises(KeyboardInterrupt):
         ending.lacks_nodes(["node3"], ", and 3 nodes are needed")

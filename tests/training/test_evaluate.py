@@ -270,3 +270,25 @@ def test_weights_that_cannot_be_written_do_not_end_the_training(
     found = read_weights(folder / "best")
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     assert read_facts(folder / "best")["step"] == 1
+
+
+def test_a_best_that_was_never_written_does_not_keep_the_next_one_from_being_written(tmp_path: Path) -> None:
+    model, world = Digits().model(), World.from_env({})
+
+    def look(best: Best, accuracy: float, step: int) -> None:
+        best.look({"accuracy": accuracy}, model.state_dict, step=step)
+        best.wait()
+
+    before = Best("auto", tmp_path, world, Digits(), {"task": "digits"})
+    look(before, 0.5, 1)
+    before._writer.start = lambda _: None  # type: ignore[method-assign]  # killed meanwhile, with a newer snapshot
+    look(before, 0.9, 2)
+    after = Best("auto", tmp_path, world, Digits(), {"task": "digits"})
+    after.load(before.state())
+    look(after, 0.4, 3)
+    assert read_facts(tmp_path / "best")["step"] == 1
+    assert not after.improved({"accuracy": 0.6})
+    look(after, 0.6, 4)
+    look(after, 0.6, 5)
+    assert read_facts(tmp_path / "best")["step"] == 4
+    assert after.why_stop(3) == "accuracy was no better than 0.9000 in 3 evaluations (--early-stop 3)"

@@ -28,7 +28,11 @@ with held(Path(sys.argv[1])):
 
 
 def folder(*arguments: str) -> Path:
-    return default_folder(read(arguments, {}))
+    return default_folder(read(arguments, {}), 1)
+
+
+def of_ranks(world_size: int, *arguments: str) -> Path:
+    return default_folder(read(arguments, {"WORLD_SIZE": str(world_size)}, folder=Path()), world_size)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,18 @@ def test_every_other_training_has_a_folder_of_its_own(
     assert {each.parent for each in found} == {Path("runs")}
     assert found[0].name.startswith("digits-ddp-")
     assert found[4].name.startswith("own-Task-ddp-")
+
+
+def test_with_a_batch_for_each_rank_the_folder_does_not_depend_on_how_many_ranks_there_are(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_micro_batch_size_per_gpu": 8}')
+    argv = ["--engine", "deepspeed", "--deepspeed-config", str(config)]
+    assert of_ranks(2, *argv) == of_ranks(1, *argv)
+    assert of_ranks(2, *argv, "--batch-size", "64") != of_ranks(2, *argv)
+    config.write_text('{"train_micro_batch_size_per_gpu": 16}')
+    assert of_ranks(2, *argv) != of_ranks(2, *argv, "--batch-size", "16")
 
 
 def test_a_path_is_one_folder_however_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from nodekit.training import Snapshots
 from nodekit.training.options.arguments import parse
 from nodekit.training.snapshots.files import manifest
-from nodekit.training.steps.optimizers import is_fused, load_state
+from nodekit.training.steps.optimizers import is_fused, load_state, unlike
 
 
 def trained(**how: Any) -> torch.optim.AdamW:
@@ -54,6 +54,17 @@ def test_a_snapshot_does_not_say_how_this_device_computes(saved: bool | None, ow
     optimizer.step()
     (values,) = optimizer.state.values()
     assert values["step"] == 3
+
+
+def test_which_settings_go_on_with_the_snapshots_is_told() -> None:
+    state, own = trained(fused=True).state_dict(), trained(weight_decay=5, betas=(0.5, 0.999))
+    own.param_groups[0].update(lr=0.3, eps=1e-8)
+    assert unlike(own, state) == [
+        "the optimizer goes on with betas 0.9, 0.999 of the snapshot, not 0.5, 0.999",
+        "the optimizer goes on with weight_decay 0.01 of the snapshot, not 5",
+    ]
+    state["param_groups"][0].update(weight_decay=5.0, betas=[0.5, 0.999])
+    assert unlike(own, state) == []
 
 
 def test_the_learning_rates_are_this_runs_own() -> None:

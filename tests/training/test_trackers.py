@@ -186,8 +186,8 @@ class Flaky:
         self.calls = 0
         self.sent: list[int] = []
 
-    def reached(self) -> int:
-        return -1
+    def reached(self) -> tuple[int, int]:
+        return -1, -1
 
     def send(self, lines: Any) -> None:
         self.calls += 1
@@ -205,7 +205,7 @@ def test_what_a_service_refuses_is_sent_again_and_told_once(
     monkeypatch.setattr(track, "_EVERY_S", 0.01)
     waiting: queue.Queue[dict[str, Any] | None] = queue.Queue()
     service = Flaky()
-    sender = track._Sender(service, "MLflow", tmp_path / "note", "mlflow", -1)
+    sender = track._Sender(service, "MLflow", tmp_path / "note", "mlflow", (-1, -1))
     sender._take([values(1, 1.0)])
     sender._flush()
     sender._take([values(2, 1.0)])

@@ -29,8 +29,8 @@ _NOTE = ".tracked.json"
 class Service(Protocol):
     """A run that is open at a service."""
 
-    def reached(self) -> int:
-        """The last step that the service has; -1 if it has none, or cannot tell."""
+    def reached(self) -> tuple[int, int]:
+        """The last step, and that of an evaluation, that the service has; -1 if it has none, or cannot tell."""
 
     def send(self, lines: Sequence[dict[str, Any]]) -> None:
         """Send points, in the order of steps."""
@@ -55,9 +55,10 @@ class Wandb:
             settings=wandb.Settings(init_timeout=INIT_S, silent=True, console="off", disable_git=True),
         )
 
-    def reached(self) -> int:
-        # Offline it cannot tell.
-        return int(getattr(self._run, "starting_step", 0) or 0) - 1
+    def reached(self) -> tuple[int, int]:
+        # Offline it cannot tell. It takes nothing more of a step that it has.
+        step = int(getattr(self._run, "starting_step", 0) or 0) - 1
+        return step, step
 
     def send(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:  # to a process of its own, which retries
@@ -97,10 +98,13 @@ class Mlflow:
             settings = [Param(key, value[:500]) for key, value in asked["settings"].items()]
             self._client.log_batch(self._id, params=settings)
 
-    def reached(self) -> int:
-        names = self._client.get_run(self._id).data.metrics
-        histories = [self._client.get_metric_history(self._id, name) for name in names]
-        return max((point.step for history in histories for point in history), default=-1)
+    def reached(self) -> tuple[int, int]:
+        reached = [-1, -1]
+        for name in self._client.get_run(self._id).data.metrics:
+            kind = 1 if name.startswith("test/") else 0
+            steps = [point.step for point in self._client.get_metric_history(self._id, name)]
+            reached[kind] = max([reached[kind], *steps])
+        return reached[0], reached[1]
 
     def send(self, lines: Sequence[dict[str, Any]]) -> None:
         from mlflow.entities import Metric
@@ -150,14 +154,14 @@ def main() -> int:
 class _Sender:
     """Sends each step once."""
 
-    def __init__(self, service: Service, name: str, note: Path, key: str, reached: int) -> None:
+    def __init__(self, service: Service, name: str, note: Path, key: str, reached: tuple[int, int]) -> None:
         self._service = service
         self._name = name
         self._note = note
         self._key = key
         self._has_warned = False
         # W&B offline cannot tell its last step, but an earlier process of this node has noted it.
-        self._last = max([reached, reached], self._noted())  # step, and step of an evaluation
+        self._last = list(map(max, reached, self._noted()))  # step, and step of an evaluation
         self._kept: list[dict[str, Any]] = []
 
     def run(self, history: Sequence[dict[str, Any]], waiting: "queue.Queue[dict[str, Any] | None]") -> None:

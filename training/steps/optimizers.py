@@ -22,6 +22,26 @@ def is_fused(options: Options, device: torch.device) -> bool:
     return device.type == "cuda" and not (options.amp == "fp16" and options.engine in ("fabric", "fsdp"))
 
 
+def unlike(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> list[str]:
+    """The settings that `load_state` takes from a state dict, where this optimizer has others; a line for each.
+
+    By value, and not by which group has it: a line is for people.
+    """
+    found = []
+    for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        for name, value in ours.items():
+            saved = theirs.get(name, value)
+            if name in (*_OWN, "params") or isinstance(value, torch.Tensor):
+                continue
+            if saved != value and _shown(saved) != _shown(value):  # a list is as good as a tuple
+                found.append(f"{name} {_shown(saved)} of the snapshot, not {_shown(value)}")
+    return [f"the optimizer goes on with {each}" for each in dict.fromkeys(found)]
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is_kept: bool = False) -> None:
     """Load a state dict, as ``optimizer.load_state_dict``, but compute the steps as this optimizer did before.
 

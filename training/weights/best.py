@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from nodekit.training.errors import TrainingError
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.hostcopy import HostCopy
-from nodekit.training.weights.export import write_weights
+from nodekit.training.weights.export import read_facts, write_weights
 from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
@@ -21,6 +22,11 @@ log = logging.getLogger("nodekit.training")
 def no_such_measure(name: str, measures: Iterable[str]) -> str:
     """The error of ``--best NAME``, where the task measures others."""
     return f"--best {name}: the task measures {', '.join(measures)}; wanted one of these, or off"
+
+
+def _is_better(measure: str, value: float, than: float | None) -> bool:
+    sign = -1 if "loss" in measure else 1
+    return than is None or math.isnan(than) or sign * value > sign * than
 
 
 class Best:
@@ -53,6 +59,7 @@ class Best:
         self._name, self._folder, self._world, self._task = name, folder, world, task
         self._facts, self._stops_early = facts, stops_early
         self._value: float | None = None
+        self._written: float | None = None  # of what is in ``best``: after a crash, perhaps not the best
         self._measure = name
         self._num_since = 0  # evaluations since the best one
         self.step: int | None = None
@@ -76,6 +83,20 @@ class Best:
         if state.get("name") == self._name:
             self._value, self._num_since = state["value"], state.get("num_since", 0)
             self._measure = state.get("measure", self._name)
+        self._written = self._find_written()
+
+    def _find_written(self) -> float | None:
+        """The value of the weights in ``best``, on the node with the best ones; all ranks call it."""
+        own = None
+        if self._world.is_first_on_node:
+            with suppress(TrainingError):
+                own = dict(read_facts(self._folder / "best").get("means") or {}).get(self._measure)
+        found = self._world.gather(own) if self._world.world_size > 1 else [own]
+        written = None
+        for each in found:
+            if each is not None and _is_better(self._measure, each, written):
+                written = each
+        return written
 
     def why_stop(self, patience: int | None) -> str:
         """Return why ``--early-stop`` ends the training; "" if it does not, or is None."""
@@ -94,9 +115,7 @@ class Best:
         name = self._measure_in(means)
         if name == "off" or math.isnan(means[name]):
             return ""
-        sign = -1 if "loss" in name else 1
-        is_best = self._value is None or math.isnan(self._value) or sign * means[name] > sign * self._value
-        return name if is_best else ""
+        return name if _is_better(name, means[name], self._value) else ""
 
     def _measure_in(self, means: Mapping[str, float]) -> str:
         name = self._name
@@ -125,18 +144,21 @@ class Best:
             ValueError: there is no such measure.
         """
         was_evaluated, self.step = self.step == step, step
-        name = self.improved(means)
         self._measure = self._measure_in(means)
+        name = self.improved(means)
         self.wait()
         if name:
             self._value, self._num_since = means[name], 0
+        elif not was_evaluated:  # it was, if the training was stopped right here
+            self._num_since += 1
+        value = means.get(self._measure, math.nan)
+        if name or (not math.isnan(value) and _is_better(self._measure, value, self._written)):
+            self._written = value
             best = weights()
             if self._world.is_first_on_node:
                 write = self._writing("best", best, means=dict(means), step=step, **facts)
                 self._writer.start(partial(self._try, write))
             return
-        if not was_evaluated:  # it was, if the training was stopped right here
-            self._num_since += 1
         if self._unwritten:
             self._writer.start(partial(self._try, self._unwritten))
 
