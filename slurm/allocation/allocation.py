@@ -286,7 +286,8 @@ def lead(run_dir: Path, place: Path) -> int:
             status = STOPPED_EXIT
         finally:
             ending.close()
-            write_private(str(place), json.dumps({**contact, "over": True}).encode())
+            with contextlib.suppress(OSError):  # a full disk: the other tasks see that the job ends
+                write_private(str(place), json.dumps({**contact, "over": True}).encode())
             tasks.close()
         if ending.why and status == STOPPED_EXIT:
             is_queued_again, status = _queue_again(run_dir, ending, place)

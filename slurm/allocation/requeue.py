@@ -196,11 +196,11 @@ def finish(
     """
     if state and (run := readable_record_of(run_dir)) is not None:
         run.finish(state, verdict, cause)
-    result = {"exit": status, "attempt": attempt()}
-    write_private(str(run_dir / "slurm" / "result.json"), json.dumps(result).encode())
-    # The next submission brings its own.
+    # The next submission brings its own. First, since this makes room, and whatever follows must not leave them there.
     for name in what_to_run(run_dir)["private"]:
         (run_dir / "slurm" / name).unlink(missing_ok=True)
+    result = {"exit": status, "attempt": attempt()}
+    write_private(str(run_dir / "slurm" / "result.json"), json.dumps(result).encode())
 
 
 def exclude(run_dir: Path, lost: list[str]) -> None:
