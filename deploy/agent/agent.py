@@ -38,13 +38,14 @@ from nodekit.deploy.agent.snapshot_sharing import share_snapshots
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 from nodekit.deploy.agent.telemetry.gpu_health import Fault
-from nodekit.deploy.agent.unfit import Broken, Shortage, Unfit, WaitedInVain, unfit
+from nodekit.deploy.agent.unfit import Broken, Shortage, Unfit, Unreached, WaitedInVain, unfit
 from nodekit.deploy.host import ports
 from nodekit.deploy.host.errors import cure_of
 from nodekit.deploy.host.schema import EndCause, Finished
 
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
+LOST_S = 2.0  # beyond the keepalive's own time, until all know that a member is lost
 SETTLE_S = 20.0  # to copy the last of them, at the end
 _POLL_S = 0.05
 
@@ -175,7 +176,12 @@ class Agent:
             self._wait_blocked(rendezvous, names)
             return None
         self._formed = formed
-        share_snapshots(self._replicas, self._folder / "snapshots", formed, spec.generation)
+        try:
+            share_snapshots(self._replicas, self._folder / "snapshots", formed, spec.generation)
+        except Unreached:
+            if not self._loses_one(rendezvous, formed):
+                raise
+            return None
         if has_paused and rendezvous.has_lost(formed):  # meanwhile: no rank that stays is to wait for it
             return None
         self._start(rendezvous, formed)
@@ -186,6 +192,16 @@ class Agent:
         if why == "done":
             return self._end("succeeded", "")
         return self._end("failed", self._watch.failed_as) if why == "failed" else None
+
+    def _loses_one(self, rendezvous: Rendezvous, formed: Formed) -> bool:
+        """Whether a member of the round is missed, or the rendezvous host, in the time in which one that is lost is."""
+        until = time.monotonic() + LOST_S + self._spec.keep_alive_s * self._spec.lost_after
+        while time.monotonic() < until:
+            if rendezvous.has_lost(formed):
+                return True
+            self._pause_briefly()
+            time.sleep(_POLL_S)
+        return False
 
     def _wait_for_descriptors(self, error: OSError) -> None:
         end = functools.partial(self._attempts.end, 0, "no file descriptor is left")

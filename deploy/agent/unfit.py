@@ -22,6 +22,10 @@ class Unfit(KitError):
     """As the last status has it."""
 
 
+class Unreached(Unfit):
+    """Another member has what the ranks are to start with, and cannot be reached: it may be lost itself."""
+
+
 class WaitedInVain(Unfit):
     """The others did not come, or were not found, for as long as it is to wait for them; they may train without it."""
 

@@ -106,6 +106,11 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "another step": (change_manifest(step=99), "manifest is damaged"),
     "a path out": (change_manifest(sha256={"../../etc/passwd": "0"}), "manifest is damaged"),
     "no files": (change_manifest(sha256={}), "manifest is damaged"),
+    "no files, no sizes": (change_manifest(sha256={}, size_bytes={}), "manifest is damaged"),
+    "a bit of a key": (
+        lambda payload, manifest: manifest.write_bytes(manifest.read_bytes().replace(b'"step"', b'"stdp"')),
+        "manifest is damaged",
+    ),
 }
 
 
@@ -382,6 +387,28 @@ def test_who_could_not_read_everything_removes_nothing(
     assert len(list(folder.iterdir())) == 4, "what was put off is done at the next save"
 
 
+def test_what_cannot_be_removed_is_not_in_the_way_of_the_rest(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "snapshots", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    snapshots = saved(folder, 1, 2, generation=0)
+    for number in range(20):  # folders that were moved to another disk, of snapshots that are gone
+        (folder / f"g0000-s000000001-{number:016x}.dcp").symlink_to(elsewhere)
+    for step in range(3, 9):
+        assert snapshots.save(state(step), step=step)
+    assert len(list(folder.iterdir())) == 4
+    assert elsewhere.exists()
+
+
+def test_an_older_manifest_that_cannot_be_read_keeps_no_step_from_being_saved(
+    tmp_path: Path, fails: Fails
+) -> None:
+    snapshots = saved(folder := tmp_path / "snapshots", 100, 200, generation=0)
+    fails("000100.json", errno.EIO, 99)
+    assert snapshots.save_if_newest(state(300), step=300)
+    assert snapshots.save_if_newest(state(300), step=300) is None, "it is there"
+    assert loaded_step(folder) == 300
+
+
 def test_a_save_that_cannot_list_the_folder_commits_and_is_no_failure(tmp_path: Path, fails: Fails) -> None:
     snapshots = saved(folder := tmp_path / "snapshots", 1, 2, generation=0)
     fails("snapshots", errno.EIO, 99)
@@ -419,6 +446,26 @@ def test_what_cannot_be_read_is_not_taken_for_nothing(tmp_path: Path, what: str,
     )
     with pytest.raises(NoneLoads, match=wanted):
         Snapshots(folder).load()
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_newer_one_that_was_of_no_use_keeps_no_step_from_being_saved(
+    tmp_path: Path, is_damaged: bool, fails: Fails
+) -> None:
+    snapshots = saved(folder := tmp_path / "snapshots", 100, 200, generation=0)
+    payload = folder / snapshots.manifests()[0].payload
+    if is_damaged:
+        flip_a_bit(payload, payload)
+    else:
+        fails(payload.name, errno.EIO, 99)
+    snapshots = Snapshots(folder, generation=0)
+    assert (found := snapshots.load())
+    assert found.manifest.step == 100
+    assert snapshots.save_if_newest(state(120), step=120), "a rank that is left alone"
+    assert snapshots.save(state(130), step=130)
+    assert [each.step for each in snapshots.manifests() if each.step < 200] == [130, 120], "two that are good"
+    assert loaded_step(folder) == 130
 
 
 def test_where_all_are_damaged_for_good_that_is_an_error_too(tmp_path: Path) -> None:

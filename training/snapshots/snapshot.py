@@ -108,6 +108,8 @@ class Snapshots:
         self.last_save_s: float | None = None
         """How long the last save took, without the copy to host memory."""
         self._damaged: set[str] = set()  # manifests whose snapshots are damaged
+        # And all that were of no use here, also those that could not be read.
+        self._rejected: set[str] = set()
         self._unsynced: set[str] = set()  # and those whose files may not be on the disk
         self._is_known_loadable = False
         self._host_copy = HostCopy()
@@ -193,14 +195,18 @@ class Snapshots:
                     raise OSError("what was sent has another SHA-256 than its manifest says")
                 self._place(manifest, temporary, file)
 
-    def manifests(self) -> list[Manifest]:
+    def manifests(self, since: tuple[int, int] = (0, 0)) -> list[Manifest]:
         """The committed ones, newest first, without verifying the payloads; not those of a newer nodekit.
+
+        Those that are older than ``since`` are not read.
 
         Raises:
             OSError: the folder or a manifest cannot be read, so that it is unknown what is here.
         """
         found = []
         for name in self._listed():
+            if age_of(name) < since:
+                break
             try:
                 found.append(Manifest.read(self.folder, name))
             except FileNotFoundError:  # another process has removed it since
@@ -352,6 +358,7 @@ class Snapshots:
     def reject(self, name: str, error: Exception) -> None:
         """Log why a snapshot is skipped; a damaged one is removed at the next save."""
         log.warning("snapshot %s is passed over: %s", self.folder / name, error)
+        self._rejected.add(name)
         if isinstance(error, Damaged):
             self._damaged.add(name)
 
@@ -393,7 +400,8 @@ class Snapshots:
 
     def _commit_if_newest(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest | None:
         with self._locked_folder():
-            if any(each.age >= (self._own_generation(), step) for each in self.manifests()):
+            since = self._own_generation(), step
+            if any(each.name not in self._rejected for each in self.manifests(since)):
                 return None
             return self._write_whole(state, step=step, world_size=world_size, attempt=attempt)
 
@@ -459,6 +467,7 @@ class Snapshots:
             may_still = partial(self.fence.check, generation)
             commit.place(temporary, beside, manifest.name, syncs=syncs, last_word=may_still)
         self._damaged.discard(manifest.name)
+        self._rejected.discard(manifest.name)
         if syncs:
             self._unsynced.discard(manifest.name)
         else:
@@ -474,17 +483,20 @@ class Snapshots:
         self._is_known_loadable = True
 
     def _prune(self, committed: Manifest) -> None:
-        """Remove damaged snapshots, and all but the newest ``keep`` that are on the disk.
+        """Remove damaged snapshots, and what is older than the newest ``keep`` that are on the disk and can be read.
 
         If the one just committed may not be there, it replaces others of which that is so, and none that is.
         """
         with commit.warned(f"cannot clear up {self.folder}, which is put off to the next save"):
             doubtful = self._damaged | self._unsynced
-            good = [manifest.name for manifest in self.manifests() if manifest.name not in doubtful]
-            old = [] if committed.name in self._unsynced else good[self.keep :]
+            found = self.manifests()
+            good = [each.age for each in found if each.name not in doubtful | self._rejected]
+            last = good[: self.keep][-1] if len(good) >= self.keep else (0, 0)
+            old = [] if committed.name in self._unsynced else [each.name for each in found if each.age < last]
             for name in {*old, *doubtful} - {committed.name}:
                 (self.folder / name).unlink(missing_ok=True)
                 self._damaged.discard(name)
+                self._rejected.discard(name)
                 self._unsynced.discard(name)
         self._remove_leftovers()
 
@@ -506,7 +518,8 @@ class Snapshots:
                     and payload["stem"] not in unread
                     and int(payload["generation"]) <= self._own_generation()
                 )
-                if is_left and path.is_dir():
-                    shutil.rmtree(path)
-                elif is_left or commit.TEMPORARY.fullmatch(name):
-                    path.unlink(missing_ok=True)
+                with commit.warned(f"cannot remove {path}, which is put off to the next save"):
+                    if is_left and path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    elif is_left or commit.TEMPORARY.fullmatch(name):
+                        path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -70,3 +71,6 @@ class EpochWeights:
                     old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
             log.warning("%s is not written, and going on without: %s", path, error)
+        finally:
+            with suppress(OSError):  # a half of it would take the room that snapshots need
+                beside.unlink(missing_ok=True)

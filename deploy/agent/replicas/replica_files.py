@@ -25,6 +25,8 @@ from nodekit.deploy.agent.agent_wire import CHUNK_BYTES
 from nodekit.deploy.host import processes
 from nodekit.training.snapshots.files import commit
 
+MAX_NAME = 200
+"""Characters of a node's name: as many as an inventory takes (`inventory/hostlists.py`)."""
 Attempt = tuple[int, int]
 NEVER: Attempt = (-1, -1)
 # nodekit.training's own snapshots, which it exchanges itself.
@@ -34,6 +36,8 @@ _UNFINISHED = (".tmp", ".part", ".partial", "~")
 # torch.distributed.checkpoint renames it into place last, and nothing of a checkpoint can be read without it.
 _DOTTED_BUT_FINISHED = ".metadata"
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+# Not as a snapshot's temporary files: of ranks that stay, a save may be under way meanwhile, and removes those.
+_DRAFT = re.compile(r"\.replica-[0-9a-f]{16}", re.ASCII)
 
 
 def is_ours(name: str) -> bool:
@@ -118,7 +122,7 @@ class Listing:
     """The last one at whose start the node agreed with most of the others on what there is."""
     files: Mapping[str, Version]
     """Name → version, deletions among them."""
-    told_ns: int = field(default_factory=time.time_ns)
+    told_ns: int
     """Tells which of several that others keep of this node is the last."""
 
     @property
@@ -134,7 +138,7 @@ class Listing:
             ValueError, TypeError, KeyError, AttributeError: it is damaged, or names what may not be written.
         """
         node, told_ns, files = fields["node"], fields["told_ns"], fields["files"]
-        if type(told_ns) is not int or not isinstance(node, str) or not 0 < len(node) <= 64:
+        if type(told_ns) is not int or not isinstance(node, str) or not 0 < len(node) <= MAX_NAME:
             raise ValueError("not a listing")
         if refused := [name for name in files if not is_allowed(name)]:
             raise ValueError(f"not a user's finished file: {refused[0]!r}")
@@ -277,6 +281,7 @@ class UserFiles:
         """By name; replaced, never changed, so that other threads may read it at any time."""
         self.unread = ""
         """Why the last `update` could not read a file that is new."""
+        self._told_ns = 0
         try:
             data = commit.retried(state.read_bytes)
         except commit.NOT_FOUND:
@@ -341,9 +346,12 @@ class UserFiles:
         self.known = now
         return is_new
 
-    def listing(self, node: str) -> Listing:
-        """What there is (and what is deleted), for others."""
-        return Listing(node, self.attempt, {name: known.version for name, known in self.known.items()})
+    def listing(self, node: str, files: Mapping[str, Version] | None = None) -> Listing:
+        """What there is (and what is deleted), or these of it, for others."""
+        if files is None:
+            files = {name: known.version for name, known in self.known.items()}
+        self._told_ns = max(time.time_ns(), 1 + self._told_ns)  # the clock may be set back
+        return Listing(node, self.attempt, files, self._told_ns)
 
     def path_of(self, sha256: str) -> Path | None:
         """An unchanged file with this content."""
@@ -356,12 +364,12 @@ class UserFiles:
 
     def draft(self) -> Path:
         """A new name for a file on its way into the folder."""
-        return self.folder / f".tmp-{secrets.token_hex(8)}"
+        return self.folder / f".replica-{secrets.token_hex(8)}"
 
     def remove_drafts(self) -> None:
-        """Remove what a kill left; only while no worker runs."""
+        """Remove what a kill left."""
         for path in self.folder.iterdir():
-            if commit.TEMPORARY.fullmatch(path.name):
+            if _DRAFT.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
     def place(self, name: str, version: Version, draft: Path | None) -> None:

@@ -7,6 +7,7 @@ knows of, so a node that was away cannot bring back what it had, however new tha
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import shutil
@@ -38,6 +39,10 @@ from nodekit.deploy.host.schema import Say
 from nodekit.training.snapshots.files import commit
 
 _MAX_CALLS = 16
+_USED_UP = (errno.EMFILE, errno.ENFILE)
+"""Of no file and no member is anything known where this process has no descriptor left: that is waited out."""
+_NUM_TRIES = 2
+"""How often a member is asked for a file: a connection may break, or the member be unable to read one file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +136,11 @@ class Gathered:
     lost: list[str] = field(default_factory=list)
     """Files whose newest version no member has intact; an older one is in place if there was one."""
     missing: list[str] = field(default_factory=list)
-    """Files that could not be written to this node's folder."""
+    """Files that could not be written to this node's folder, or fetched from those that have them."""
     silent: dict[str, str] = field(default_factory=dict)
     """Member → why it was not heard, or no longer."""
+    gone: list[str] = field(default_factory=list)
+    """Those that were heard, and could not be reached when they were asked for a file."""
     seconds: float = 0.0
 
 
@@ -153,6 +160,9 @@ class Gather:
         """Do it; returns whether most members were heard, for else a newer version may be with the others.
 
         A kill at any point leaves every version of every file somewhere on this node's disk.
+
+        Raises:
+            OSError: what is no part of what was agreed on cannot be taken away, or no descriptor is left.
         """
         try:
             heard = self._hear(deadline_s)
@@ -175,6 +185,8 @@ class Gather:
             try:
                 heard[node] = self._listings_of(node, deadline_s)
             except BROKEN as error:
+                if isinstance(error, OSError) and error.errno in _USED_UP:
+                    raise
                 self._give_up(node, error)
 
         with ThreadPoolExecutor(min(len(self._peers), _MAX_CALLS) or 1) as pool:
@@ -252,10 +264,16 @@ class Gather:
         if aside or deleted or drafts:
             with self._here.failing():
                 self._files.save(is_changing=True)
-        with self._here.failing():
-            into = self._copies.aside(self._attempt) if aside else None
-            for name in aside:
+        # What could not be taken away would be new in this attempt, and win over what all have agreed on.
+        into = self._copies.aside(self._attempt) if aside else None
+        for name in aside:
+            try:
                 self._files.remove(name, into)
+            except PermissionError as error:
+                if name in mine:
+                    raise
+                self._here.fail(error, file=name)  # nobody here can read it either, so it cannot win
+            else:
                 self.gathered.set_aside.append(name)
         for name, draft in drafts.items():
             with self._missing(name):
@@ -265,9 +283,8 @@ class Gather:
                     if draft is not None:
                         draft.unlink(missing_ok=True)
                 self.gathered.num_fetched += 1
-        with self._here.failing():
-            for name in deleted:
-                self._files.remove(name, None)
+        for name in deleted:
+            self._files.remove(name, None)
         known = {}
         for name, versions in agreed.items():
             if not versions[0].is_gone or not self._is_joined:  # a deletion counts until all have heard of it
@@ -282,6 +299,8 @@ class Gather:
         try:
             yield
         except OSError as error:
+            if error.errno in _USED_UP:
+                raise
             self.gathered.missing.append(name)
             self._here.fail(error, file=name)
 
@@ -297,7 +316,7 @@ class Gather:
         """A draft with this content, verified, from this node's disk or a member's; None if nobody has it.
 
         Raises:
-            OSError: it cannot be written here.
+            OSError: it cannot be written here, or who has it cannot be reached any more.
         """
         draft, is_there = self._files.draft(), False
         try:
@@ -332,18 +351,46 @@ class Gather:
         return False
 
     def _fetch(self, version: Version, draft: Path) -> bool:
-        """From a member."""
+        """From a member.
+
+        Raises:
+            ConnectionError: a member that has it was heard, and cannot be reached any more.
+        """
+        gone = []
         for node in self._peers:
-            if node not in self._holders.get(version.sha256, ()) or node not in self._wires:
+            if node not in self._holders.get(version.sha256, ()):
                 continue
-            try:
-                found = self._copies.fetch(self._wires[node], version, draft)
-            except (ConnectionError, TimeoutError, ValueError) as error:
-                self._give_up(node, error)
-            else:
+            for _ in range(_NUM_TRIES):
+                if not (wire := self._wire_to(node)):
+                    gone.append(node)
+                    break
+                try:
+                    found = self._copies.fetch(wire, version, draft)
+                except (ConnectionError, TimeoutError, ValueError) as error:
+                    self._give_up(node, error)
+                    draft.unlink(missing_ok=True)
+                    continue
                 if found == version.sha256:
                     return True
                 if found:
                     self._here.tell("replica-damaged", peer=node, sha256=version.sha256)
+                break
             draft.unlink(missing_ok=True)
+        if gone:
+            raise ConnectionError(f"{', '.join(gone)} has it, and cannot be reached any more")
         return False
+
+    def _wire_to(self, node: str) -> Wire | None:
+        """The connection to a member that was heard, made anew if it broke; None if that fails, also later."""
+        if node not in self._wires and node not in self.gathered.gone:
+            try:
+                self._wires[node] = agent_wire.connect(
+                    self._peers[node], self._here.token, agent_wire.CONNECT_S
+                )
+                self.gathered.silent.pop(node, None)
+            except OSError as error:
+                if error.errno in _USED_UP:
+                    raise
+                self.gathered.gone.append(node)
+                self._give_up(node, error)
+        return self._wires.get(node)

@@ -169,7 +169,8 @@ class Replicas:
                 transfers may take longer, as long as they go on.
 
         Raises:
-            OSError: what is here cannot be read, so that the others cannot be told of it; nothing was changed.
+            OSError: what is here cannot be read, so that the others cannot be told of it; nothing was changed. Or
+                what was not agreed on cannot be taken away, and no worker may find it.
         """
         started = time.monotonic()
         self._stop_pushing()
@@ -455,7 +456,7 @@ class Pusher:
     def _offer(self, wire: Wire, target: _Target, files: Mapping[str, Version], new: list[str]) -> bool:
         """Hand over a listing, and send what the target lacks of it; returns whether it keeps all of it now."""
         started, size_bytes = time.monotonic(), 0
-        listing = Listing(self._here.name, self._files.attempt, files)
+        listing = self._files.listing(self._here.name, files)
         answer = wire.ask({"op": "keep", "attempt": self._files.entered, "listing": asdict(listing)})
         while "sha256" in answer:
             size_bytes += _serve_file(wire, answer, self._files.path_of)

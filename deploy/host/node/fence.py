@@ -21,7 +21,7 @@ def fence(node_dir: str, generation: int) -> NodeStatus:
     files.make_private(node_dir)
     with locked(node_dir):
         if fence_in(node_dir) < generation:
-            _set_fence(node_dir, load_spec(node_dir), generation)
+            _set_fence(node_dir, load_spec(node_dir), generation, only_raises=True)
     return status(node_dir)
 
 
@@ -64,13 +64,22 @@ def enter(node_dir: str, own: Mapping[str, Any], spec: Mapping[str, Any], called
         _set_fence(node_dir, spec, generation)
 
 
-def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int) -> None:
+def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int, only_raises: bool = False) -> None:
     saved = snapshot_folder(node_dir, spec)
     is_shared = spec.get("env", {}).get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
     files.make_private(node_dir)
     make_snapshot_folder(saved, is_shared=is_shared)
     for folder in (saved, node_dir):  # nodekit.training looks where it writes, which may be a shared folder
+        if only_raises and _is_fenced(folder, generation):
+            continue  # another node has been told of a later one by now
         files.write_private(os.path.join(folder, "fence"), b"%d\n" % generation, durable=True)
+
+
+def _is_fenced(folder: str, generation: int) -> bool:
+    try:
+        return fence_in(folder) >= generation
+    except OSError:  # it is damaged: it is written anew
+        return False
 
 
 def make_snapshot_folder(folder: str, is_shared: bool) -> None:

@@ -16,18 +16,26 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodekit.deploy.agent import agent_wire
+from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.replicas import replicas
+from nodekit.deploy.agent.replicas.replica_copies import Copies
 from nodekit.deploy.agent.replicas.replica_files import Listing, UserFiles, Version, is_allowed
 from nodekit.deploy.agent.replicas.replica_gather import Gathered, agree
 from nodekit.deploy.agent.replicas.replicas import Replicas, replica_holders
+from nodekit.deploy.agent.snapshot_sharing import share_snapshots
+from nodekit.deploy.agent.unfit import Unfit, Unreached
 from nodekit.deploy.host import ports
+from nodekit.inventory import hostlists
 from nodekit.training.snapshots.files import commit
+from nodekit.training.snapshots.snapshot import Snapshots
 
 TOKEN = "the run's token"
 PATIENT_S = 60.0
@@ -349,6 +357,47 @@ def test_kits_own_snapshots_and_unfinished_files_are_left_alone(cluster: Callabl
     assert nodes[0].files().keys() >= set(alone)
 
 
+def test_a_save_of_a_rank_that_stays_and_a_gather_do_not_disturb_each_other(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = cluster(2)
+    nodes.gather()
+    nodes[0].write("metrics.csv", "1,2")
+    nodes.settle()
+    nodes[0].die()
+    left = nodes[1].folder / ".replica-0123456789abcdef"
+    left.write_text("what a kill left")
+    place, is_there = UserFiles.place, []
+
+    def placing(self: UserFiles, *args: Any) -> None:
+        is_there.append(half.exists())  # of a save that began before
+        assert Snapshots(self.folder, generation=0).save_if_newest({"x": torch.ones(3)}, step=7)
+        place(self, *args)
+
+    monkeypatch.setattr(UserFiles, "place", placing)
+    with commit.written_beside(nodes[1].folder) as (half, _):
+        (gathered,) = nodes.gather()
+    assert is_there == [True]
+    assert gathered.missing == []
+    assert nodes[1].files()["metrics.csv"] == "1,2"
+    assert not left.exists()
+
+
+def test_a_node_may_be_called_as_an_inventory_allows(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    nodes = cluster(0)
+    nodes.nodes = [Node(tmp_path, f"gpu-{number}.".ljust(200, "x"), 2) for number in range(2)]
+    assert all(hostlists.is_name(node.name) for node in nodes.nodes)
+    assert not hostlists.is_name(f"{nodes[0].name}x")
+    for node in nodes.nodes:
+        node.start()
+    nodes.gather()
+    nodes[0].write("step_1.pt", "1")
+    nodes.settle()
+    nodes[0].die()
+    nodes.gather()
+    assert nodes[1].files() == {"step_1.pt": "1"}
+
+
 def test_names_that_would_trouble_a_shell_or_a_decoder_go_through(cluster: Callable[..., Cluster]) -> None:
     nodes = cluster(2)
     nodes.gather()
@@ -647,6 +696,30 @@ def test_a_node_that_was_away_does_not_win(cluster: Callable[..., Cluster]) -> N
     assert nodes[1].aside() == nodes[2].aside() == {}
 
 
+def test_what_cannot_be_set_aside_keeps_a_node_out_and_does_not_win(cluster: Callable[..., Cluster]) -> None:
+    nodes = cluster(3)
+    nodes.gather()
+    nodes[0].write("step_1.pt", "same")
+    nodes.settle()
+    nodes.gather()
+    nodes[0].die()
+    nodes[0].write("step_900.pt", "of a future that was not")
+    nodes.gather()
+    nodes[1].write("step_2.pt", "new")
+    nodes.settle()
+    for _ in range(2):
+        nodes[0].start()
+        (nodes[0].disk / "kept" / "set-aside").write_text("")  # no folder can be made here, as on a full disk
+        with pytest.raises(OSError, match="set-aside"):
+            nodes.gather()
+        nodes[0].die()
+    (nodes[0].disk / "kept" / "set-aside").unlink()
+    nodes[0].start()
+    nodes.gather()
+    assert [node.files() for node in nodes.nodes] == [{"step_1.pt": "same", "step_2.pt": "new"}] * 3
+    assert list(nodes[0].aside().values()) == ["of a future that was not"]
+
+
 def test_two_nodes_that_write_the_same_name_agree_on_the_later_and_keep_both(
     cluster: Callable[..., Cluster],
 ) -> None:
@@ -658,6 +731,25 @@ def test_two_nodes_that_write_the_same_name_agree_on_the_later_and_keep_both(
     assert [node.files() for node in nodes.nodes] == [{"last.pt": "later"}] * 2
     assert nodes[0].aside() == {"0001.0002/last.pt": "earlier"}
     assert nodes[0].kinds("replicas-gathered")[-1]["set_aside"] == ["last.pt"]
+
+
+def test_of_what_a_node_has_told_the_last_counts_also_where_its_clock_is_set_back(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "RETRY_S", PATIENT_S)
+    nodes = cluster(3, copies=3)
+    nodes.gather()
+    nodes[0].write("step_1.pt", "1")
+    nodes.settle()
+    nodes[1].die()
+    now_ns = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() - 3600 * 10**9)
+    nodes[0].write("step_2.pt", "2")
+    wait_for(lambda: "step_2.pt" in nodes[2].keeps("n0"))
+    nodes[0].die()
+    nodes[1].start()
+    nodes.gather()
+    assert [node.files() for node in nodes.alive] == [{"step_1.pt": "1", "step_2.pt": "2"}] * 2
 
 
 # --- damage -------------------------------------------------------------------------------------------------
@@ -874,6 +966,84 @@ def test_a_transfer_cut_in_the_middle_leaves_nothing_visible(
     assert nodes[1].files() == {}
 
 
+@pytest.mark.parametrize("kind", ["once", "always in one file", "for good"])
+def test_a_connection_that_breaks_in_a_gather_leaves_no_file_behind(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    nodes = cluster(2)
+    nodes.gather([nodes[0]])
+    for name in "abc":
+        nodes[0].write(name, name * 1000)
+    send, connect = agent_wire.Wire.send_bytes, agent_wire.connect
+    cuts = []
+
+    def cut(self: agent_wire.Wire, file: Any, size_bytes: int) -> None:
+        is_b = os.pread(file.fileno(), 1, 0) == b"b"
+        if is_b if kind == "always in one file" else not cuts:
+            cuts.append(self)
+            self._sock.sendfile(file, 0, size_bytes // 2)
+            raise ConnectionResetError("cut")
+        send(self, file, size_bytes)
+
+    def connecting(*args: Any) -> agent_wire.Wire:
+        if cuts and kind == "for good":
+            raise ConnectionRefusedError("the host is gone")
+        return connect(*args)
+
+    monkeypatch.setattr(agent_wire.Wire, "send_bytes", cut)
+    monkeypatch.setattr(agent_wire, "connect", connecting)
+    gathered = nodes.gather()[1]
+    assert cuts
+    wanted = {"once": "abc", "always in one file": "ac", "for good": ""}[kind]
+    assert sorted(nodes[1].files()) == list(wanted)
+    assert gathered.lost == (["b"] if kind == "always in one file" else [])
+    assert sorted(gathered.missing) == (list("abc") if kind == "for good" else [])
+    assert gathered.gone == (["n0"] if kind == "for good" else [])
+
+
+@pytest.mark.parametrize("gone", [[], ["n0"]])
+def test_a_node_that_cannot_have_what_others_saved_says_whether_they_may_be_lost(
+    tmp_path: Path, gone: list[str]
+) -> None:
+    found = Gathered(missing=["step_1.pt"], silent={"n0": "Connection refused"}, gone=gone)
+    here = Mock(spec=Replicas, gather=Mock(return_value=found))
+    members = tuple({"name": name, "replicas": name, "has_files": True} for name in ("n0", "n1"))
+    formed = Formed(
+        round=1, group_rank=1, members=members, store=Mock(), master_addr="127.0.0.1", master_port=1
+    )
+    with pytest.raises(Unfit, match="step_1.pt could not be written") as raised:
+        share_snapshots(here, tmp_path, formed, 0)
+    assert (
+        isinstance(raised.value, Unreached) == ("n0 (Connection refused)" in str(raised.value)) == bool(gone)
+    )
+
+
+@pytest.mark.parametrize("what", ["call", "draft"])
+def test_a_node_without_descriptors_takes_nobody_for_silent(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    nodes = cluster(2)
+    nodes.gather([nodes[0]])
+    nodes[0].write("step_1.pt", "1")
+    used_up = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    connect = agent_wire.connect
+
+    def calling(endpoint: str, *args: Any) -> agent_wire.Wire:
+        if endpoint == nodes[0].alive.endpoint:
+            raise used_up
+        return connect(endpoint, *args)
+
+    with monkeypatch.context() as patch:
+        if what == "call":
+            patch.setattr(agent_wire, "connect", calling)
+        else:
+            patch.setattr(Copies, "room_for", Mock(side_effect=used_up))
+        with pytest.raises(OSError, match="Too many open files"):
+            nodes.gather()
+    nodes.gather()
+    assert nodes[1].files() == {"step_1.pt": "1"}
+
+
 @pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 6])
 def test_a_kill_at_any_point_of_a_gather_loses_nothing(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, moment: int
@@ -1050,7 +1220,7 @@ def test_a_hostile_name_is_refused(cluster: Callable[..., Cluster], name: str) -
     {"op": "fetch", "sha256": "listings/n0.json"},
     {"op": "fetch"},
     {"op": "exec"},
-    keep("a", b"x", node="../../x" * 20),
+    keep("a", b"x", node="../../x" * 40),
     keep("a", b"x", files={"a": [[1, 1], 0, "../../x", "", 1]}),
     keep("a", b"x", files={"a": [[1, 1], 0, "0" * 64, "", -1]}),
     keep("a", b"x", files={"a": [[1, 1], 0, "0" * 64, "", 1 << 70]}),

@@ -85,3 +85,19 @@ def test_of_requests_that_come_at_once_the_older_never_comes_last(
 
     assert status.fence_in(node_dir) == 5
     assert files.load(f"{node_dir}/electorate.json")["version"] == 5
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_late_fence_does_not_lower_that_of_a_shared_folder(tmp_path: Path, is_damaged: bool) -> None:
+    shared = tmp_path / "shared"
+    env = {"NODEKIT_SNAPSHOT_DIR": str(shared), "NODEKIT_SNAPSHOT_SHARED": "1"}
+    nodes = [str(tmp_path / name) for name in ("n0", "n1")]
+    for node_dir in nodes:
+        fence.fence(node_dir, 0)
+        files.write_private(f"{node_dir}/spec.json", json.dumps({"generation": 0, "env": env}).encode())
+    fence.fence(nodes[0], 5)
+    if is_damaged:
+        (shared / "fence").write_text("x")
+    fence.fence(nodes[1], 4)
+    assert status.fence_in(str(shared)) == (4 if is_damaged else 5)
+    assert [status.fence_in(node_dir) for node_dir in nodes] == [5, 4]

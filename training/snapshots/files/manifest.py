@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -91,11 +91,14 @@ class Manifest:
             ValueError, TypeError, AttributeError: it is damaged.
         """
         values = json.loads(text)
-        if unknown := sorted(values.keys() - {each.name for each in fields(cls)}):
+        unknown = sorted(values.keys() - {each.name for each in fields(cls)})
+        # Without all of its own, a flipped bit has made another name of one.
+        if unknown and values.keys() >= _REQUIRED:
             raise NewerKit(f"a newer nodekit wrote it (unknown: {', '.join(unknown)})")
         manifest = cls(**values)
-        if manifest.name != name or not all(map(_FILE.fullmatch, manifest.sha256)):
-            raise ValueError(f"it is about {manifest.name} and {manifest.payload}")
+        payloads = {each.partition("/")[0] for each in manifest.sha256}
+        if manifest.name != name or len(payloads) != 1 or not all(map(_FILE.fullmatch, manifest.sha256)):
+            raise ValueError(f"it is about {manifest.name} and {', '.join(sorted(payloads)) or 'no file'}")
         if manifest.sha256.keys() != manifest.size_bytes.keys():
             raise ValueError("some files have a size, and others a SHA-256")
         if not manifest.kept_by.keys() <= manifest.sha256.keys():
@@ -155,6 +158,9 @@ class Manifest:
     def is_sharded(self) -> bool:
         """Whether it is a folder."""
         return self.payload.endswith(".dcp")
+
+
+_REQUIRED = {each.name for each in fields(Manifest) if each.default is each.default_factory is MISSING}
 
 
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
