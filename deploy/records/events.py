@@ -78,13 +78,21 @@ def parse(line: str | bytes) -> Event | None:
 
 
 def parse_all(lines: Iterable[str | bytes]) -> list[Event]:
-    """What has happened, by some lines, in the order of time; what two supervisors have gathered is there once."""
-    found: dict[Any, Event] = {}
+    """What has happened, by some lines, in the order of time; what two supervisors have gathered is there once.
+
+    Between two starts of a run the clock may have been set back: the later start comes after the earlier one all the
+    same.
+    """
+    found: dict[Any, tuple[int, float, Event]] = {}
+    num_set_back, latest = 0, -math.inf
     for number, line in enumerate(lines):
         if (event := parse(line)) and event.kind not in _REWRITTEN:
+            if event.kind == "run-started" and event.time < latest:
+                num_set_back, latest = num_set_back + 1, event.time
+            latest = max(latest, event.time)
             at = event.get("at")
-            found[(event.node, *at) if at else number] = event
-    return sorted(found.values(), key=lambda event: event.time)
+            found.setdefault((event.node, *at) if at else number, (num_set_back, event.time, event))
+    return [event for *_, event in sorted(found.values(), key=lambda each: each[:2])]
 
 
 def objects(lines: Iterable[str | bytes]) -> list[dict[str, Any]]:

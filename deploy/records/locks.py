@@ -80,7 +80,7 @@ class SupervisorLock:
     def owner(self) -> str:
         """The pid of the process that holds it, or held it last."""
         with contextlib.suppress(OSError):
-            return self._path.read_text() or "?"
+            return self._path.read_text(encoding="utf-8", errors="replace") or "?"
         return "?"
 
     def release(self) -> None:

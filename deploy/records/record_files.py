@@ -46,7 +46,7 @@ def told(path: Path) -> Iterator[None]:
 def waited_for(path: Path) -> Iterator[IO[str]]:
     """A file of ours (0600, made if it is not there), locked while in use; whoever else wants it waits."""
     path.touch(mode=0o600)
-    with path.open("r+", encoding="utf-8") as file:
+    with path.open("r+", encoding="utf-8", errors="replace") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
 

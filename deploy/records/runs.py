@@ -128,7 +128,7 @@ class Run:
     def stopped_by(self) -> str:
         """Who has told this run to end since it was started ("kit down"): nothing may be started any more."""
         with contextlib.suppress(OSError):
-            return (self.folder / "stop").read_text(encoding="utf-8")
+            return (self.folder / "stop").read_text(encoding="utf-8", errors="replace")
         return ""
 
     def say_stop(self, by: str) -> None:

@@ -47,6 +47,8 @@ class RecordWriter:
             record = self._run.as_recorded()
             if record.started != self._started:
                 raise Over(f"{record.run_id} was started anew by another kit up; this one leaves it alone")
+            # Whoever acts may have had a node come in: it is to be followed, and stopped, by this one, too.
+            self._run.nodes, self._run.clock_offsets = record.nodes, record.clock_offsets
             if record.state in ENDED:
                 self._ended_at = now if self._ended_at is None else self._ended_at
                 in_sight = any(each.reachable for each in seen.values())

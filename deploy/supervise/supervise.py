@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended, is_secondary, was_told
-from nodekit.deploy.connect.channel import HostChannel, RemoteError
+from nodekit.deploy.connect.channel import ChannelLost, HostChannel, RemoteError
 from nodekit.deploy.host.schema import EventKind, NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records import runs
@@ -101,9 +101,12 @@ class Supervisor:
         self._channels = client.channels
         self._view = view
         self._lock = lock
+        self._acts = lock.acquire()
+        if self._acts:  # the one before may have decided more since this record was read
+            with contextlib.suppress(KitError):
+                client.run.reload()
         self._state = State.from_dict(client.run.judgement, rules)
         self._rules = rules
-        self._acts = lock.acquire()
         self._reopen = reopen
         self._tail_bytes = tail_bytes
         self._shown = shown or {}
@@ -189,7 +192,7 @@ class Supervisor:
 
     def _decide(self) -> Finish | None:
         self._has_ended = self._writer.has_ended(self._seen)
-        if not self._acts and time.monotonic() >= self._take_over_at and self._lock.acquire():
+        if not self._acts and time.monotonic() >= self._take_over_at and self._is_free():
             self._take_over()
         if problem := self._drained.look():
             self._view.say(problem, is_event=self._acts)
@@ -214,6 +217,14 @@ class Supervisor:
         for action in actions:
             self._do(action, state)
         return finish
+
+    def _is_free(self) -> bool:
+        """Acquire the lock if nobody has it; where that cannot be known, it is asked for again a moment later."""
+        try:
+            return self._lock.acquire()
+        except NotWritten:
+            self._take_over_at = time.monotonic() + RETRY_S
+            return False
 
     def _take_over(self) -> None:
         """Act from now on, from what the one before has decided; where nobody can read that, go on watching."""
@@ -379,9 +390,9 @@ class Supervisor:
             try:
                 if name not in self._channels:
                     self._channels[name] = self._reopen(name)
-                if (
-                    name not in self._run.nodes
-                ):  # not there when the run began: the first start makes its plan
+                if name not in self._run.nodes:  # as long as none was started: the first start makes its plan
+                    if self._channels[name].is_lost:  # nobody else would hear of that
+                        raise ChannelLost(name, "the connection is gone")
                     self._queue.put((name, "unknown", None))
                 else:
                     final = self._channels[name].stream(

@@ -68,6 +68,7 @@ _HEADER = "Traceback (most recent call last):"
 _FATAL = "Fatal Python error: "
 _LINES_BEFORE_FATAL, _FATAL_FRAMES = 6, 8
 _MAX_ERROR_LINES = 60
+_MAX_LINE_CHARS = 2000  # what is written goes into an event, and with others into the status, each second
 _MAX_MESSAGE_LINES = 30
 _LAST_LINES = 10
 _TELLING_LINES = 12
@@ -152,7 +153,11 @@ def last_words(text: str, exitcode: int) -> str:
 
 def _lines_of(text: str) -> list[str]:
     lines = _RANK_PREFIX.sub("", _COLOUR.sub("", text).replace("\r", "\n")).splitlines()
-    return [line for line in lines if not _FRAME.match(line.lstrip())]
+    return [
+        line if len(line) <= _MAX_LINE_CHARS else line[:_MAX_LINE_CHARS] + "…"
+        for line in lines
+        if not _FRAME.match(line.lstrip())
+    ]
 
 
 def _last_lines(lines: Sequence[str]) -> str:

@@ -24,6 +24,8 @@ SAMPLES_A_WEEK = 20_000
 SLOWER = 0.03
 MAX_TOLD_BYTES = 4096
 MAX_TOLD_AGE_S = 60.0
+_READ_BYTES = 1 << 20  # of one rank's file at a time
+_MAX_VALUE = 1e300  # no int may be larger: it would be no float
 _LOSS = re.compile(r"\bloss[ =:]+([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", re.IGNORECASE)
 _TOTAL = re.compile(r"\s*\d+\s*/\s*(\d+)")
 _MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
@@ -150,11 +152,13 @@ class Notes:
                 data = b""
                 with contextlib.suppress(OSError), path.open("rb") as file:
                     file.seek(self._offsets.get(path.name, 0))
-                    data = file.read(1 << 20)
+                    data = file.read(_READ_BYTES)
                 whole = data.rfind(b"\n") + 1
+                if not whole and len(data) == _READ_BYTES:
+                    whole = len(data)  # no line that is to be told here is so long
                 self._offsets[path.name] = self._offsets.get(path.name, 0) + whole
                 for line in data[:whole].splitlines():
-                    with contextlib.suppress(ValueError):
+                    with contextlib.suppress(ValueError, RecursionError):
                         fields = json.loads(line) if len(line) <= MAX_TOLD_BYTES else None
                         if isinstance(fields, dict):
                             yield fields
@@ -176,13 +180,17 @@ class Notes:
             fields = {name: str(told.get(name, "")) for name in ("what", "value", "action")}
             ranks = [rank for rank in told["ranks"] if isinstance(rank, int)]
             self._say("not-finite", attempt=self._attempt, step=step, ranks=ranks, **fields, **at)
-        elif kind == "pause" and isinstance(told.get("seconds"), int | float):
-            self._paused_s += told["seconds"]
+        elif (
+            kind == "pause"
+            and isinstance(seconds := told.get("seconds"), int | float)
+            and 0 <= seconds < _MAX_VALUE
+        ):
+            self._paused_s += seconds
         elif kind == "evaluation" and isinstance(told.get("metrics"), dict):
             metrics = {
                 str(name): value
                 for name, value in told["metrics"].items()
-                if isinstance(value, int | float) and math.isfinite(value)
+                if isinstance(value, int | float) and abs(value) < _MAX_VALUE
             }
             # The best ones are what is asked for later; of the others some will do.
             if metrics and (self._is_best(metrics) or self._is_due("evaluation")):

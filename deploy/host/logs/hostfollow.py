@@ -279,7 +279,8 @@ def events(node_dir: str, file: str = "", offset: int = 0) -> List[List[Any]]:
                 name = "?"
             place = offset if name == file else 0
             events_file.seek(place)
-            data = events_file.read(LOG_CHUNK_BYTES)
+            # A line may be longer than that.
+            data = events_file.read(LOG_CHUNK_BYTES) + events_file.readline()
     except OSError:
         return found
     for line in data[: data.rfind(b"\n") + 1].splitlines(True):

@@ -201,7 +201,8 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
         return {"was": "not running", "killed": False}
     if record is None or status.pid_if_alive(record) is None:
         _kill_workers(node_dir)  # the agent was killed and a worker may have outlived it
-        _settle_status(node_dir)
+        if for_good:
+            _settle_status(node_dir)
         return {"was": "not running", "killed": False}
     if for_good:
         _say_stop(node_dir)

@@ -363,6 +363,28 @@ def test_what_ranks_tell_becomes_events_and_what_is_no_such_thing_does_not(said:
     assert {kind for kind, _ in said.events} == {"resumed", "evaluation", "first-step", "not-finite"}
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "x", "rows": "%s"}' % ("x" * (3 << 20)),
+        "[" * 3000,
+        '{"kind": "evaluation", "step": 1, "metrics": {"perplexity": 1%s}}' % ("0" * 400),
+        '{"kind": "pause", "step": 1, "seconds": 1%s}' % ("0" * 400),
+        '{"kind": "pause", "step": 1, "seconds": NaN}',
+    ],
+    ids=["longer than is read at once", "deep", "a large metric", "a large pause", "no pause"],
+)
+def test_a_line_that_tells_nothing_does_not_hide_those_that_come_after_it(said: Said, line: str):
+    said.notes.begin("0.0", sees_snapshots=True)
+    (said.told / "rank0").write_text(line + "\n")
+    said.tell(kind="resumed", step=40)
+    said.commit(40)
+    for _ in range(5):
+        said.notes.look("", is_training=True)
+    assert [each["step"] for each in said.of("resumed")] == [40]
+    assert [each["pause_s"] for each in said.of("snapshot")] == [0.0]
+
+
 def test_when_the_first_step_was_done_is_taken_from_the_rank_that_tells_it(said: Said):
     """It is looked once a second: a recovery of a tenth of a second would be told as one of nine."""
     when = time.time() - 0.9

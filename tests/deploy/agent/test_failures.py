@@ -127,6 +127,12 @@ def test_the_traceback_is_taken_without_torchs_rank_prefix_and_what_came_before(
     assert last_traceback(log) == BOOM
 
 
+def test_of_a_line_without_end_only_the_beginning_is_kept() -> None:
+    found = last_words(f"{BOOM} {'x' * 60_000}\n", 1)
+    assert found.startswith(BOOM)
+    assert len(found) < 3_000
+
+
 def test_the_last_words_of_an_aborted_interpreter_are_no_part_of_the_message() -> None:
     assert last_traceback(BOOM + "\nterminate called without an active exception\n") == BOOM
 

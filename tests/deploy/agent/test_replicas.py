@@ -1011,7 +1011,7 @@ def test_a_node_that_cannot_have_what_others_saved_says_whether_they_may_be_lost
     formed = Formed(
         round=1, group_rank=1, members=members, store=Mock(), master_addr="127.0.0.1", master_port=1
     )
-    with pytest.raises(Unfit, match="step_1.pt could not be written") as raised:
+    with pytest.raises(Unfit, match=r"step_1\.pt could not be written") as raised:
         share_snapshots(here, tmp_path, formed, 0)
     assert (
         isinstance(raised.value, Unreached) == ("n0 (Connection refused)" in str(raised.value)) == bool(gone)

@@ -70,6 +70,17 @@ def test_who_reads_by_offset_is_not_disturbed(path: Path) -> None:
     assert [event.kind for event in events.read(path.parent)] == ["run-started", *["said"] * 4]
 
 
+def test_who_reads_by_offset_gets_past_a_line_that_is_longer_than_what_is_read_at_once(path: Path) -> None:
+    for kind in ("worker-failed", "agent-ended"):
+        add(path, kind=kind, error="\ufffd" * hostfollow.LOG_CHUNK_BYTES)
+    at: tuple[str, int] = ("", 0)
+    kinds = []
+    while found := hostfollow.events(str(path.parent), *at):
+        at = (found[-1][0], found[-1][1])
+        kinds += [json.loads(line)["kind"] for _, _, line in found]
+    assert kinds == ["run-started", "worker-failed", "agent-ended"]
+
+
 def test_a_status_that_has_no_room_moves(path: Path) -> None:
     writer, reader = StatusFile(str(path)), StatusFile(str(path))
     for step, length in enumerate([10, 2_000, 50_000, 40_000, 10]):

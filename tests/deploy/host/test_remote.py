@@ -43,6 +43,16 @@ def test_a_worker_that_outlived_its_agent_is_killed(tmp_path: Path, worker: subp
     assert worker.wait(10) == -signal.SIGKILL
 
 
+def test_a_node_that_leaves_a_job_that_goes_on_is_not_said_to_be_stopped(
+    tmp_path: Path, worker: subprocess.Popen[bytes]
+) -> None:
+    """Else its agent's death just before would end the job of all others."""
+    node_dir = node_of(tmp_path, worker, boot_id=processes.boot_id())
+    agents.stop(node_dir, grace_s=1.0, for_good=False)
+    assert worker.wait(10) == -signal.SIGKILL
+    assert status.said(node_dir)["state"] == "running"
+
+
 def test_a_process_of_this_boot_is_not_a_worker_of_an_earlier_one(
     tmp_path: Path, worker: subprocess.Popen[bytes]
 ) -> None:

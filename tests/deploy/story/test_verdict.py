@@ -550,3 +550,36 @@ def test_a_nodes_clock_is_taken_out_of_when_it_failed(tmp_path: Path) -> None:
 def test_an_attempt_is_explained_without_a_final_state() -> None:
     found = explain({"gpu1": Told(state="failed", failures=(failure(1, 5.0, BOOM),))})
     assert found.text == "rank 1 on gpu1 failed first (exit status 1)"
+
+
+@pytest.mark.parametrize("shift_s", [100.0, -7200.0], ids=["the clock goes on", "the clock was set back"])
+def test_a_failure_of_an_earlier_start_is_not_that_of_this_one(shift_s: float) -> None:
+    nodes = ("n1", "n2")
+
+    def line(time: float, kind: str, node: str | None = None, **fields: Any) -> str:
+        return json.dumps({"run": "r", "time": time, "node": node, "kind": kind, **fields})
+
+    def start(at: float, generation: int, *, error: str = "") -> list[str]:
+        attempt = f"{generation}.0"
+        lines = [line(at, "run-started", generation=generation, nodes=nodes)]
+        for rank, node in enumerate(nodes):
+            lines += [
+                line(at + 1, "agent-started", node, version=1),
+                line(at + 2, "rendezvous", node, attempt=attempt, members=nodes),
+                line(
+                    at + 3, "workers-started", node, attempt=attempt, world_size=2, workers=[{"rank": rank}]
+                ),
+            ]
+        failure = {"rank": 1, "local_rank": 0, "world_size": 2, "exitcode": 1, "log": "x", "kernel": []}
+        failed = line(at + 60, "worker-failed", "n2", attempt=attempt, when=at + 60, error=error, **failure)
+        return [*lines, failed] if error else lines
+
+    def found(*lines: str) -> Verdict | None:
+        return verdict_of(parse_all(lines), max_restarts=3, state="running", reason="")
+
+    first, second_s = start(1e5, 0, error="ValueError: boom"), 1e5 + shift_s
+    assert found(*first, *start(second_s, 1)) is None
+    again = found(*first, *start(second_s, 1, error="KeyError: other"))
+    assert again is not None
+    assert again.first is not None
+    assert again.first.error == "KeyError: other"

@@ -417,6 +417,67 @@ def test_who_only_watched_and_takes_over_gathers_what_it_has_seen_and_goes_on_fr
     assert find_runs.find(None).generation == 7
 
 
+def test_who_acts_at_once_goes_by_what_the_one_before_has_decided_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    begun = policy.begin(Rules.of(nodes.inventory), generation=0, host="a", port=4711, nodes=("a", "b"))
+    with nodes.run.changing():
+        nodes.run.judgement = begun.to_dict()
+    record = find_runs.find(None)  # by another, after this one has read it, while it opens its channels
+    with record.changing():
+        record.judgement = generation_after(begun).to_dict()
+    generations: list[int] = []
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        generations.append(state.generation)
+        return state, [Finish("succeeded")]
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+    assert generations == [1]
+
+
+def test_who_stands_by_follows_and_stops_a_node_that_another_has_had_come_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    other = SupervisorLock(nodes.run)
+    assert other.acquire()
+    deadline = time.monotonic() + 3
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        if number == 1:
+            record = find_runs.find(None)
+            with record.changing():
+                record.nodes = {**record.nodes, "c": {**record.nodes["a"], "name": "c"}}
+        is_known = "c" in nodes.run.nodes or time.monotonic() > deadline
+        return state, [Finish("stopped")] if is_known else []
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+        supervisor.stop(force=False)
+    other.release()
+    assert {name for name, _ in nodes.of("stop")} == {"a", "b", "c"}
+
+
+def test_the_connection_to_a_node_that_was_never_started_is_opened_anew_when_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    lost = nodes.client.channels["c"]
+    monkeypatch.setattr(lost, "is_lost", True)
+    deadline = time.monotonic() + 20
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        is_open = nodes.client.channels.get("c") not in (None, lost)
+        return state, [Finish("succeeded")] if is_open or time.monotonic() > deadline else []
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+    assert nodes.client.channels["c"] is not lost
+
+
 @pytest.mark.parametrize(("orphan", "is_heard"), [("b", True), ("b", False), (None, True)])
 def test_a_silent_rendezvous_host_is_missed_sooner_if_another_node_that_is_heard_has_lost_it(
     orphan: str | None, is_heard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
