@@ -42,7 +42,7 @@ def share_snapshots(replicas: Replicas | None, folder: Path, formed: Formed, gen
     except OSError as error:
         if descriptors.are_used_up(error):
             raise
-        text = f"what the ranks saved cannot be read or set aside ({error})"
+        text = f"what the ranks saved cannot be read or set aside ({error.strerror or error})"
     # Ranks without a file that others have would begin at another step, and save over what there is.
     if text:
         cure = f"mend or make room on the disk of {folder}"

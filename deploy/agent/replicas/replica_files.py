@@ -182,7 +182,7 @@ class Scan:
     """Name → why it is not copied."""
     is_whole: bool = True
     """Whether all could be read; if not, what is not in it need not be gone."""
-    unread: str = ""
+    unread: OSError | None = None
     """Why not, if that may pass: no right of the user's that this look lacks."""
 
 
@@ -208,7 +208,7 @@ def scan(folder: Path) -> Scan:
             found.refused[below or "."] = error.strerror or str(error)
             found.is_whole = False
             if not isinstance(error, PermissionError):
-                found.unread = f"{folder / below}: {error.strerror or error}"
+                found.unread = OSError(error.errno, f"{folder / below}: {error.strerror or error}")
     return found
 
 
@@ -279,7 +279,7 @@ class UserFiles:
         """The last one at whose start this node agreed with the others; the last one it was in."""
         self.known: Mapping[str, Known] = {}
         """By name; replaced, never changed, so that other threads may read it at any time."""
-        self.unread = ""
+        self.unread: OSError | None = None
         """Why the last `update` could not read a file that is new."""
         self._told_ns = 0
         try:
@@ -317,7 +317,7 @@ class UserFiles:
         A file that keeps changing while it is read stays what it was, as does one that cannot be read.
         """
         now = dict(self.known)
-        self.unread = ""
+        self.unread = None
         for name in found.files.keys() | now.keys() if names is None else names:
             seen, old = found.files.get(name), now.get(name)
             if seen is None:
@@ -332,7 +332,7 @@ class UserFiles:
             except (*commit.NOT_FOUND, PermissionError, InterruptedError):
                 continue
             except OSError as error:
-                self.unread = f"{path}: {error.strerror or error}"
+                self.unread = OSError(error.errno, f"{path}: {error.strerror or error}")
                 continue
             if mark != seen.mark:
                 continue

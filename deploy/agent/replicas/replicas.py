@@ -206,7 +206,7 @@ class Replicas:
         found = self._here.scan()
         self._files.update(found)
         if unread := found.unread or self._files.unread:
-            raise OSError(unread)
+            raise unread
         return found
 
     def _push_to(self, peers: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodekit.deploy.agent import agent_wire
+from nodekit.deploy.agent import agent_wire, descriptors
 from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.replicas import replicas
 from nodekit.deploy.agent.replicas.replica_copies import Copies
@@ -1018,7 +1018,7 @@ def test_a_node_that_cannot_have_what_others_saved_says_whether_they_may_be_lost
     )
 
 
-@pytest.mark.parametrize("what", ["call", "draft"])
+@pytest.mark.parametrize("what", ["call", "draft", "look"])
 def test_a_node_without_descriptors_takes_nobody_for_silent(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -1036,10 +1036,13 @@ def test_a_node_without_descriptors_takes_nobody_for_silent(
     with monkeypatch.context() as patch:
         if what == "call":
             patch.setattr(agent_wire, "connect", calling)
-        else:
+        elif what == "draft":
             patch.setattr(Copies, "room_for", Mock(side_effect=used_up))
-        with pytest.raises(OSError, match="Too many open files"):
+        else:
+            patch.setattr(os, "scandir", Mock(side_effect=used_up))
+        with pytest.raises(OSError, match="Too many open files") as raised:
             nodes.gather()
+        assert descriptors.are_used_up(raised.value)  # that is waited out
     nodes.gather()
     assert nodes[1].files() == {"step_1.pt": "1"}
 
