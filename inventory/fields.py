@@ -47,6 +47,14 @@ def _wanted(words: str, *, quote: bool = False, hide: str = "") -> WrapValidator
 
 Text = Annotated[str, Field(min_length=1), _wanted("text", quote=True)]
 AnyText = Annotated[str, _wanted("text", quote=True)]
+HostFolder = Annotated[
+    str, Field(pattern=r"^[/~]"), _wanted("a folder on the host, as ~/nodekit or /scratch/me", quote=True)
+]
+SharedFolder = Annotated[
+    str,
+    Field(pattern=r"^/"),
+    _wanted("a folder on all hosts by its full path, as /mnt/shared/snapshots", quote=True),
+]
 Count = Annotated[int, Strict(), Field(ge=0), _wanted("a whole number, 0 or more")]
 PositiveCount = Annotated[int, Strict(), Field(ge=1), _wanted("a whole number, 1 or more")]
 Port = Annotated[int, Strict(), Field(ge=1, le=65535), _wanted("a port from 1 to 65535")]

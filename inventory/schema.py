@@ -31,6 +31,7 @@ from nodekit.inventory.fields import (
     Gpus,
     HangSeconds,
     HeaderName,
+    HostFolder,
     Hostlist,
     IndexUrl,
     Interface,
@@ -48,6 +49,7 @@ from nodekit.inventory.fields import (
     Scalar,
     Seconds,
     SecretName,
+    SharedFolder,
     Size,
     StartMethod,
     Text,
@@ -117,7 +119,7 @@ class HostSettings(_Model):
     """How the host is reached: ssh, or local for a node that is a folder on this machine. Default: ssh."""
     python: Text | None = None
     """The host's interpreter, with torch installed. Default: python3; kit's own for local hosts."""
-    workdir: Text | None = None
+    workdir: HostFolder | None = None
     """Where kit keeps code, logs and snapshots on the host. Default: ~/nodekit."""
     gpus: Gpus | None = None
     """How many GPUs to use, as 4, or which, as [0, 1]. 0 trains on the CPU. Default: all that are found."""
@@ -222,7 +224,7 @@ class Job(_Model):
 class SnapshotSettings(_Model):
     """What is done about snapshots."""
 
-    shared: Text | None = None
+    shared: SharedFolder | None = None
     """A folder that all hosts share: one copy is kept there. Default: every node keeps its own."""
     copies: PositiveCount = 2
     """On how many nodes a file is kept that your own script writes to $NODEKIT_SNAPSHOT_DIR."""

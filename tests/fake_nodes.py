@@ -59,7 +59,6 @@ def facts(host: str, *, address: str = "10.0.0.1") -> Facts:
         free_bytes=10**12,
         rsync=True,
         boot_id=host,
-        has_kit=True,
     )
 
 
@@ -138,6 +137,7 @@ class FakeChannel:
     """A channel to one of them."""
 
     is_lost = False
+    connection = "ssh"
 
     def __init__(self, host: str, nodes: Nodes) -> None:
         self.host = host
@@ -152,6 +152,7 @@ class FakeChannel:
         return {
             "status": dict(STATUS),
             "hold_port": 4711,
+            "tree.keep_package": True,
             "stop": {"was": "running", "killed": False},
             "read_file": "{",
             "hostfollow.events": [],

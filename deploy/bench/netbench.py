@@ -134,7 +134,7 @@ def measure(
     Raises:
         KitError: a host has no single interface to measure over, or has gone.
     """
-    facts = check.gather(channels, inventory, kit_digest=kit_digest, peers=peers)
+    facts = check.gather(channels, inventory, peers=peers)
     nodes = plan.build(
         inventory, facts, run_id="bench", peers=peers, master_port=0, kit_digest=kit_digest, command=("true",)
     ).nodes

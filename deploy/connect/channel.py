@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -29,6 +30,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 START_TIMEOUT_S = 10.0
+LAST_WORDS_S = 2.0  # of a process that takes no more, until it ends
 CALL_TIMEOUT_S = 30.0  # for calls that need no time limit of their own
 LOST_AFTER_S = (
     15.0  # a called host answers, or says something, sooner; this long without a word, the channel is lost
@@ -50,6 +52,7 @@ _IMPORT = re.compile(r"^ *from (nodekit\.deploy\.host[\w.]*) import ([\w, ]+)", 
 
 # What the host's python is told to run: a program of so many bytes that comes on its stdin.
 BOOT = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'nodekit','exec'))"
+_READY = b'{"ready": '  # how the first line of that program begins
 
 
 class ChannelLost(HostError):
@@ -96,7 +99,8 @@ class LocalProcess:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.stdin = cast(IO[bytes], self._popen.stdin)
+        # Without a buffer, whose lock `close` would wait for while a thread writes.
+        self.stdin = cast(IO[bytes], cast(io.BufferedWriter, self._popen.stdin).detach())
         self.stdout = cast(IO[bytes], self._popen.stdout)
         self._stderr: collections.deque[bytes] = collections.deque(maxlen=50)
         threading.Thread(target=self._drain, daemon=True).start()
@@ -136,7 +140,7 @@ class HostChannel:
         self._ids = itertools.count()
         self._waiting: dict[int, queue.Queue[dict[str, Any]]] = {}
         self._lost: str | None = None
-        self._write_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._begin(process)
 
     def switch(self, python: str, connection: SshConnection | None = None) -> None:
@@ -161,17 +165,14 @@ class HostChannel:
     def _begin(self, process: Process) -> None:
         """Have a process, which waits for its program, answer the calls."""
         self._ready: queue.Queue[dict[str, Any]] = queue.Queue()
-        program = _program()
-        with self._write_lock:  # a call of another thread comes after it
-            self._process, self._lost = process, None
-            try:
-                process.stdin.write(b"%d\n" % len(program) + program)
-                process.stdin.flush()
-            except OSError:
-                pass  # it ended at once; the reader finds out, with its last words
-        threading.Thread(
-            target=self._read, args=(process, self._ready), name=f"channel-{self.host}", daemon=True
-        ).start()
+        program, to_write = _program(), queue.SimpleQueue[bytes | None]()
+        to_write.put(b"%d\n" % len(program) + program)  # a call of another thread comes after it
+        with self._lock:
+            self._process, self._to_write, self._lost = process, to_write, None
+        name, args = f"channel-{self.host}", (process, self._ready, to_write)
+        reader = threading.Thread(target=self._read, args=args, name=name, daemon=True)
+        reader.start()
+        threading.Thread(target=self._write, args=(*args, reader), name=name, daemon=True).start()
         try:
             answer = self._ready.get(timeout=START_TIMEOUT_S)
         except queue.Empty:
@@ -180,11 +181,39 @@ class HostChannel:
             process.close()
             raise HostError(self.host, *_no_python(answer["lost"]))
 
-    def _read(self, process: Process, ready: queue.Queue[dict[str, Any]]) -> None:
+    def _write(
+        self,
+        process: Process,
+        ready: queue.Queue[dict[str, Any]],
+        to_write: queue.SimpleQueue[bytes | None],
+        reader: threading.Thread,
+    ) -> None:
+        """Send what is put there, until None: no call waits beyond its deadline for a host that does not read."""
+        while (data := to_write.get()) is not None:
+            try:
+                while data:
+                    num_written = process.stdin.write(data)
+                    data = data[len(data) if num_written is None else num_written :]
+                process.stdin.flush()
+            except (OSError, ValueError) as error:
+                reader.join(LAST_WORDS_S)  # it knows better why, if the process has ended
+                self._lose(process, ready, f"the connection is gone ({error})")
+                return
+
+    def _read(
+        self,
+        process: Process,
+        ready: queue.Queue[dict[str, Any]],
+        to_write: queue.SimpleQueue[bytes | None],
+    ) -> None:
+        has_begun = False
         try:
             for line in process.stdout:
+                if not has_begun:  # what a login shell prints comes before it, even on the same line
+                    _, begin, rest = line.partition(_READY)
+                    has_begun, line = bool(begin), begin + rest
                 if not line.startswith(b"{"):
-                    continue  # a login banner before our program spoke
+                    continue
                 message = json.loads(line)
                 if "ready" in message:
                     ready.put(message)
@@ -192,12 +221,15 @@ class HostChannel:
                     waiter.put(message)
         except (OSError, ValueError, EOFError):
             pass  # told below, as any other end
-        said = process.stderr_tail().strip() or "it ended without a word"
-        with self._write_lock:
-            if process is not self._process:
-                return  # another has taken its place
-            self._lost = said
-        ready.put({"lost": said})
+        to_write.put(None)
+        self._lose(process, ready, process.stderr_tail().strip() or "it ended without a word")
+
+    def _lose(self, process: Process, ready: queue.Queue[dict[str, Any]], why: str) -> None:
+        with self._lock:
+            if process is not self._process or self._lost is not None:
+                return  # another has taken its place, or it is known
+            self._lost = why
+        ready.put({"lost": why})
         for waiter in list(self._waiting.values()):
             waiter.put({"lost": True})
 
@@ -225,13 +257,7 @@ class HostChannel:
         try:
             if self._lost is not None:
                 raise ChannelLost(self.host, self._lost)
-            data = json.dumps({"id": number, "op": op, "args": args}).encode() + b"\n"
-            try:
-                with self._write_lock:
-                    self._process.stdin.write(data)
-                    self._process.stdin.flush()
-            except (OSError, ValueError) as error:
-                raise ChannelLost(self.host, f"the connection is gone ({error})") from error
+            self._to_write.put(json.dumps({"id": number, "op": op, "args": args}).encode() + b"\n")
             while True:
                 try:
                     message = waiter.get(timeout=silence_s)

@@ -155,11 +155,12 @@ def peer_addresses(hosts: Iterable[Host]) -> dict[str, tuple[str, ...]]:
     """
     hosts = list(hosts)
     all_local = all(host.connection == "local" for host in hosts)
+    # At once: of names that only a jump host knows, a name server that is gone costs its 10 s once.
+    found = all_or_raise(on_all({host.name: host for host in hosts}, _numeric))
     addresses = {
-        host.name: address
-        for host in hosts
-        if (address := _numeric(host)) is not None
-        and (all_local or not ipaddress.ip_address(address).is_loopback)
+        name: address
+        for name, address in found.items()
+        if address is not None and (all_local or not ipaddress.ip_address(address).is_loopback)
     }
     return {
         host.name: tuple(address for name, address in addresses.items() if name != host.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import stat
 import threading
@@ -62,6 +63,8 @@ class KeyFiles:
         import paramiko
         from paramiko.pkey import UnknownKeyType
 
+        if _public_half(file.read_text(encoding="ascii", errors="replace")) is None:
+            check_file(file)
         encrypted, _ = peek(file)
         nobody = IdentityError(
             f"identity file {file} is encrypted and there is nobody to ask for its passphrase (kit up -d, and what it "
@@ -87,13 +90,11 @@ class KeyFiles:
 
 def peek(file: Path) -> tuple[bool, bytes | None]:
     """Whether an identity file is encrypted, and its public key if it can be read without the passphrase."""
-    import base64
-
     import paramiko
 
     text = file.read_text(encoding="ascii", errors="replace")
     if "BEGIN OPENSSH PRIVATE KEY" not in text:
-        return "ENCRYPTED" in text, None
+        return "ENCRYPTED" in text, _public_half(text) or _public_half_beside(file)
     try:
         data = base64.b64decode("".join(line for line in text.splitlines() if not line.startswith("-----")))
         message = paramiko.Message(data[len(b"openssh-key-v1\0") :])
@@ -104,6 +105,24 @@ def peek(file: Path) -> tuple[bool, bytes | None]:
         return cipher != "none", message.get_string()
     except ValueError as error:
         raise IdentityError(f"identity file {file} is damaged: {error}") from error
+
+
+def _public_half(text: str) -> bytes | None:
+    """The key in the text of a public key's file; None where it is none."""
+    kind, key, *_ = (*text.split(maxsplit=2), "", "")
+    try:
+        blob = base64.b64decode(key, validate=True)
+    except ValueError:
+        return None
+    return blob if kind and blob[4 : 4 + len(kind)] == kind.encode() else None
+
+
+def _public_half_beside(file: Path) -> bytes | None:
+    """The key in the ``.pub`` beside a private key, which ssh reads, too, to find it in the agent."""
+    try:
+        return _public_half(file.with_name(f"{file.name}.pub").read_text(encoding="ascii", errors="replace"))
+    except OSError:
+        return None
 
 
 def check_file(file: Path) -> None:
@@ -153,7 +172,10 @@ def candidates(
     late: list[Candidate] = []
     used: set[bytes] = set()
     for file in files:
-        encrypted, public = peek(file)
+        try:
+            encrypted, public = peek(file)
+        except (OSError, IdentityError):  # told when it is its turn
+            encrypted, public = False, None
         if public in agents:
             if public is not None and public not in used:
                 used.add(public)

@@ -256,10 +256,18 @@ class Client:
 
         clock = self._settings.clock
         tried: list[str] = []
+        passed_over: identity.IdentityError | None = None
+        own = self._settings.target.identity_file
         try:
             for candidate in self._candidates():
-                with clock.stopped():
-                    key = candidate.load()
+                try:
+                    with clock.stopped():
+                        key = candidate.load()
+                except identity.IdentityError as error:
+                    if own is not None and candidate.file == Path(own).expanduser():
+                        raise
+                    passed_over = passed_over or error  # as ssh does: another key may do
+                    continue
                 tried.append(candidate.label)
                 transport.auth_timeout = clock.left_s()
                 try:
@@ -284,6 +292,8 @@ class Client:
                     )
                 self.used = (candidate, key)
                 return
+            if passed_over is not None:
+                raise passed_over
         except identity.IdentityError as error:
             found = f"{error.problem.found} (for user '{self.user}' at {self.where})"
             raise self.refusal(found, cure=error.problem.cure) from error

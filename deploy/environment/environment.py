@@ -252,7 +252,9 @@ def _offline(job: _Job, seats: Mapping[str, Seat]) -> dict[str, str]:
         return {}
     answers = all_or_raise(on_all(seats, lambda seat: seat.do("reach", url=job.indexes.index_url)))
     return {
-        name: f"{answer['url']}: {answer['problem']}" for name, answer in answers.items() if answer["problem"]
+        name: venvs.presentable(f"{answer['url']}: {answer['problem']}", job.indexes.secrets)
+        for name, answer in answers.items()
+        if answer["problem"]
     }
 
 

@@ -281,12 +281,15 @@ def indexes(environment: Environment) -> Indexes:
         "UV_FIND_LINKS": " ".join(links),
         "PIP_NO_INDEX": "1" if environment.no_index else "",
     }
+    asked_for = " ".join([environment.index_url or "", *environment.extra_index_url, *pages])
+    # Of a user's name no log is cleared; a token may be a part of the path.
+    tokens = [os.environ[name] for name in _VARIABLE.findall(re.sub(r"://[^/\s]*@", "://", asked_for))]
     named = [each for each in (index, *more, *links) if "@" in each]
     passwords = [re.sub(r"^.*?://(.*)@.*$", r"\1", each).rpartition(":")[2] for each in named]
     asked = (next(iter(links), "") or index) if environment.no_index else index
     return Indexes(
         env={name: value for name, value in env.items() if value},
-        secrets=tuple(each for each in passwords if len(each) > 3),
+        secrets=tuple(each for each in (*passwords, *tokens) if len(each) > 3),
         index_url=asked,
         folders=folders,
     )

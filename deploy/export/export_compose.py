@@ -143,7 +143,6 @@ def _in_containers(
             workdir_problem=None,
             rsync=False,
             boot_id=host.name,
-            has_kit=False,
         )
     contained = inventory.model_copy(update={"hosts": tuple(inside), "network": None})
     return plan.build(

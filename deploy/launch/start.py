@@ -44,7 +44,6 @@ STARTED_TIMEOUT_S = 120.0
 def gather_facts(
     channels: Mapping[str, HostChannel],
     inventory: Inventory,
-    kit_digest: str,
     options: Options,
     *,
     placed: str = "",
@@ -55,7 +54,6 @@ def gather_facts(
     Args:
         channels: to the hosts.
         inventory: what the cluster is.
-        kit_digest: of kit's package.
         options: the command line's.
         placed: where the code lies already, if it does.
         unmade: hosts whose interpreter is still to be made, and where: it cannot be checked.
@@ -69,12 +67,12 @@ def gather_facts(
     )
     files = script.hosts_own(plan.argv_of(inventory, options.command))
     if options.skip_check:
-        facts = check.gather(channels, inventory, kit_digest=kit_digest, peers=peers, files=files)
+        facts = check.gather(channels, inventory, peers=peers, files=files)
         findings = check.needed(inventory, facts)
     else:
         # Where the code lies in its place already, it need not be here, and was looked at before it was put there.
         own = Script() if placed else script.read(inventory, options.command)
-        seen = checkup.survey(channels, inventory, own, kit_digest=kit_digest, peers=peers, files=files)
+        seen = checkup.survey(channels, inventory, own, peers=peers, files=files)
         facts = {name: each.facts for name, each in seen.items()}
         findings = checkup.examine(inventory, seen, own)
     for name, python in (unmade or {}).items():
@@ -110,7 +108,7 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
     with cluster.channels(inventory.hosts, options.ssh) as all_channels:
         channels, _ = broken_hosts.leave_out(all_channels, inventory, options.ssh.notice)
         unmade = check.enter_what_is_there(channels, inventory)
-        facts, peers, warnings = gather_facts(channels, inventory, package.digest, options, unmade=unmade)
+        facts, peers, warnings = gather_facts(channels, inventory, options, unmade=unmade)
         planned = plan.build(
             inventory,
             facts,
@@ -263,15 +261,14 @@ class _Starting:
         inventory, options = self._inventory, self._options
         with self.phases.phase("check") as said:
             self._package = sync.package()
-            digest = self._package.digest
-            facts, peers, warnings = gather_facts(channels, inventory, digest, options, placed=self._placed)
+            facts, peers, warnings = gather_facts(channels, inventory, options, placed=self._placed)
             planned = plan.build(
                 inventory,
                 facts,
                 run_id=self._run_id,
                 peers=peers,
                 master_port=0,
-                kit_digest=digest,
+                kit_digest=self._package.digest,
                 command=options.command,
             )
             planned = hold_port(channels, planned)
@@ -312,9 +309,10 @@ class _Starting:
         groups = check.one_per_folder(facts)
         firsts = {name: client.channels[name] for name in groups}
         with self.phases.phase("sync") as said:
+            # Where it is already, too: files of it may have gone, as in a scratch folder that is swept.
             sync.send_package(
                 self._package,
-                {name: channel for name, channel in firsts.items() if not facts[name].has_kit},
+                firsts,
                 {name: facts[name].workdir for name in groups},
                 timeout_s=SYNC_TIMEOUT_S,
             )

@@ -72,7 +72,6 @@ class Facts:
     free_bytes: int = 0
     rsync: bool
     boot_id: str
-    has_kit: bool
     rtt_s: float = 0.0
     """The shortest round trip of a call."""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +92,6 @@ def gather(
     channels: Mapping[str, HostChannel],
     inventory: Inventory,
     *,
-    kit_digest: str,
     peers: Mapping[str, tuple[str, ...]],
     files: Sequence[str] = (),
 ) -> dict[str, Facts]:
@@ -110,7 +108,6 @@ def gather(
             timeout_s=FACTS_TIMEOUT_S + SMI_TIMEOUT_S,
             smi_timeout_s=SMI_TIMEOUT_S,
             workdir=hosts[channel.host].workdir,
-            kit_digest=kit_digest,
             peers=peers[channel.host],
             modules=(*LIBRARIES, *TRACKERS),
             files=files,

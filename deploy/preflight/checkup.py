@@ -119,7 +119,6 @@ def survey(
     inventory: Inventory,
     own: Script,
     *,
-    kit_digest: str,
     peers: Mapping[str, tuple[str, ...]],
     files: Sequence[str] = (),
 ) -> dict[str, Seen]:
@@ -132,9 +131,7 @@ def survey(
 
     def ask(channel: HostChannel) -> Seen:
         of = peers[channel.host]
-        return visit(
-            channel, hosts[channel.host], inventory, own, kit_digest=kit_digest, peers=of, files=files
-        )
+        return visit(channel, hosts[channel.host], inventory, own, peers=of, files=files)
 
     return all_or_raise(on_all(channels, ask))
 

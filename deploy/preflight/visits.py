@@ -17,7 +17,6 @@ from nodekit.deploy.plan import check
 from nodekit.deploy.plan.check import Facts
 from nodekit.deploy.plan.findings import Finding, failures
 from nodekit.deploy.plan.script import Script
-from nodekit.deploy.sync import sync
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory
 from nodekit.training.engine_info import LIBRARIES
@@ -45,7 +44,6 @@ def visit(
     inventory: Inventory,
     own: Script,
     *,
-    kit_digest: str,
     peers: Sequence[str],
     files: Sequence[str],
     timeout_s: float = check.FACTS_TIMEOUT_S,
@@ -56,7 +54,6 @@ def visit(
         "probes.probe",
         timeout_s=timeout_s,
         workdir=host.workdir,
-        kit_digest=kit_digest,
         peers=peers,
         modules=(*LIBRARIES, *TRACKERS),
         imports=own.imports,
@@ -88,7 +85,6 @@ class Visits:
         self._ssh = ssh
         self._timeout_s = timeout_s
         self._facts_s = max(check.FACTS_TIMEOUT_S * busy, timeout_s)  # who waits for it is limited anyway
-        self._digest = sync.package().digest
         self._lock = threading.Lock()
         self._all_done = threading.Condition(self._lock)
         self._channels: dict[str, HostChannel] = {}
@@ -118,7 +114,7 @@ class Visits:
             peers = self.peers().get(host.name, ())
             seen = visit(
                 channel, host, self._inventory, self._own,
-                kit_digest=self._digest, peers=peers, files=self._files, timeout_s=self._facts_s,
+                peers=peers, files=self._files, timeout_s=self._facts_s,
             )  # fmt: skip
             with self._lock:
                 self._unmade |= unmade

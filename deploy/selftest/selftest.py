@@ -293,5 +293,5 @@ def _facts(inventory: Inventory, ssh: SshOptions) -> dict[str, Facts]:
     peers = cluster.peer_addresses(inventory.hosts)
     with cluster.channels(inventory.hosts, ssh) as channels:
         check.enter_what_is_there(channels, inventory)
-        found = check.gather(channels, inventory, kit_digest="", peers=peers)
+        found = check.gather(channels, inventory, peers=peers)
     return {host.name: found[host.name] for host in inventory.hosts}

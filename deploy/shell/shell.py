@@ -139,7 +139,7 @@ class Commands:
         self._events.put(self._run(channel))
 
     def _run(self, channel: HostChannel) -> Ended:
-        rest: dict[Stream, bytes] = {"out": b"", "err": b""}
+        rest: dict[Stream, bytearray] = {"out": bytearray(), "err": bytearray()}
         num_taken = 0
 
         def take(part: Any) -> None:
@@ -147,11 +147,12 @@ class Commands:
             if part is None:
                 return
             stream, text = part
-            data = rest[stream] + text.encode("utf-8", "surrogateescape")
-            whole = data.rfind(b"\n") + 1
-            rest[stream] = data[whole:]
+            data = text.encode("utf-8", "surrogateescape")
+            whole = data.rfind(b"\n") + 1  # of what is new: a line may be gigabytes long
             if whole:
-                self._events.put(Lines(channel.host, stream, data[:whole]))
+                self._events.put(Lines(channel.host, stream, bytes(rest[stream]) + data[:whole]))
+                rest[stream].clear()
+            rest[stream] += data[whole:]
             num_taken += 1
             if num_taken % _TAKEN_AT_ONCE == 0:
                 channel.call("hostshell.taken", timeout_s=30, number=_TAKEN_AT_ONCE)
@@ -168,7 +169,7 @@ class Commands:
             ended = Ended(channel.host, problem=f"lost on the way: {error.problem}")
         for stream, data in rest.items():
             if data:
-                self._events.put(Lines(channel.host, stream, data + b"\n"))
+                self._events.put(Lines(channel.host, stream, bytes(data) + b"\n"))
         return ended
 
 

@@ -20,6 +20,7 @@ from nodekit.deploy.records.runs import Run
 from nodekit.deploy.records.secret_files import RANKS, secrets_file
 from nodekit.deploy.supervise.state import State
 from nodekit.deploy.sync import sync
+from nodekit.deploy.sync.selection import IGNORE_FILE, why_left_out
 from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.schema import Inventory
 
@@ -129,8 +130,7 @@ class NodeClient:
             limit_s = self.inventory.timings.environment
             environment.enter({name: channel}, [host], self.inventory.environment, timeout_s=limit_s)
         files = script.hosts_own(self._argv())
-        digest = self._package.digest
-        facts = check.gather({name: channel}, alone, kit_digest=digest, peers=self._peers, files=files)
+        facts = check.gather({name: channel}, alone, peers=self._peers, files=files)
         self._refuse_broken(name, facts[name])
         others = [each.get("torch", "") for other, each in self.run.nodes.items() if other != name]
         if problems := check.examine(alone, facts, others=[each for each in others if each]):
@@ -147,8 +147,7 @@ class NodeClient:
                 name, "its folder of this run is gone; it comes in anew when the others have let it go"
             )
         workdirs = {name: facts[name].workdir}
-        if not facts[name].has_kit:
-            sync.send_package(self._package, {name: channel}, workdirs, timeout_s=SYNC_TIMEOUT_S)
+        sync.send_package(self._package, {name: channel}, workdirs, timeout_s=SYNC_TIMEOUT_S)
         port = None
         if name == state.host:
             port = int(self._call(name, "hold_port", address=self.node(name).local_addr))
@@ -345,5 +344,20 @@ def list_code(inventory: Inventory, command: list[str] | tuple[str, ...] | None)
     code = Path(inventory.job.code).expanduser()
     if not code.is_dir():
         raise KitError(f"job.code: {code.resolve()} is no folder")
+    _refuse_workdir_inside(code.resolve(), inventory)
     script.find(inventory, command)
     return sync.list_code(code)
+
+
+def _refuse_workdir_inside(code: Path, inventory: Inventory) -> None:
+    """Raise KitError where a node of this machine has its folder in the code: each start would send all before it."""
+    for host in inventory.hosts:
+        workdir = Path(os.path.expanduser(host.workdir)).resolve()  # noqa: PTH111  # raises for no user
+        if host.connection != "local" or not workdir.is_relative_to(code):
+            continue
+        inside = (workdir.relative_to(code) / "runs/any").as_posix()
+        if why_left_out(code, inside) is None:
+            raise KitError(
+                f"{host.name}: `workdir: {host.workdir}` is in {code}, the folder that is sent",
+                cure=f"set another one, or leave it out by a line in {code / IGNORE_FILE}",
+            )

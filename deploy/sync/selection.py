@@ -251,15 +251,25 @@ class _Rules:
             if os.path.isfile(file):  # noqa: PTH113  (once per folder of a big tree)
                 import pathspec  # most trees have no such file
 
-                text = Path(file).read_text(encoding="utf-8", errors="surrogateescape")
+                text = Path(file).read_text(encoding="utf-8-sig", errors="surrogateescape")
                 lines = [line for line in text.splitlines() if line]
                 try:
                     self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)
-                except ValueError:  # a line that is no pattern, "!" alone: git passes it over
-                    lines = [line for line in lines if line.strip("!/ ")]
+                except (ValueError, re.error):  # a line that is no pattern, as "!" alone: git passes it over
+                    lines = [line for line in lines if _is_pattern(line)]
                     self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)
                 self._lines[folder] = lines
         return self._specs[folder]
+
+
+def _is_pattern(line: str) -> bool:
+    import pathspec
+
+    try:
+        pathspec.GitIgnoreSpec.from_lines([line])
+    except (ValueError, re.error):
+        return False
+    return bool(line.strip("!/ "))
 
 
 def above(path: str) -> Iterator[str]:

@@ -59,9 +59,16 @@ class SyncResult:
 def project_key(folder: Path) -> str:
     """Return the name of a project's cache: the folder's name, and a hash of location and user."""
     root = folder.expanduser().resolve()
-    where = f"{getpass.getuser()}@{socket.gethostname()}:{root}"
+    where = f"{_user()}@{socket.gethostname()}:{root}"
     name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in root.name)[:40]
     return f"{name}-{sha256(where.encode('utf-8', 'surrogateescape')).hexdigest()[:12]}"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user that has no name
+        return str(os.getuid())
 
 
 def code_target(channel: HostChannel, tree: Tree, *, workdir: str, dest: str) -> Target:
@@ -108,7 +115,7 @@ def _send_one(
 
     def place(**more: Any) -> Any:
         left_s = seconds_left(channel.host, deadline)
-        owner = f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()}"
+        owner = f"{_user()} on {socket.gethostname()}, process {os.getpid()}"
         return channel.call(
             "tree.place",
             timeout_s=left_s,

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 PACK_BYTES = 8 << 20  # smaller files share a pack of about this size; larger ones are sent alone
 _COPY_FILES = 500  # files per call, so that progress is visible
-_UNUSABLE = (1, 2, 3, 4, 5, 6, 14, 127)  # rsync's exit codes after which another way of sending may work
+# rsync's exit codes after which another way of sending may work; 255 is ssh's: it may refuse what paramiko takes.
+_UNUSABLE = (1, 2, 3, 4, 5, 6, 14, 127, 255)
 _FULL = ("No space left on device", "Disk quota exceeded")
 
 
@@ -182,7 +183,7 @@ def _rsync(delivery: Delivery, rsh: Sequence[str]) -> None:
     if rsync.returncode in _UNUSABLE or "command not found" in said:
         raise _UnusableError(said)
     last = said.splitlines()[0] if said else f"exit {rsync.returncode}"
-    if rsync.returncode in (10, 12, 30, 35, 255):
+    if rsync.returncode in (10, 12, 30, 35):
         raise HostError(delivery.channel.host, f"the connection was lost while sending the code ({last})")
     raise HostError(delivery.channel.host, f"rsync could not send the code ({last})")
 

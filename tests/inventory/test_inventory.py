@@ -259,12 +259,12 @@ def test_a_wrong_hostlist_says_what_is_wrong(text: str, problem: str) -> None:
 @pytest.mark.parametrize("name", ["a b", "a'; echo foo", "$HOME", "ünï", '"q"', "x" * 48])
 def test_names_and_arguments_with_spaces_and_quotes_arrive_exactly(tmp_path: Path, name: str) -> None:
     text = json.dumps(
-        {"name": name, "hosts": {"n": {"workdir": name}}, "job": {"command": [name, ""], "code": name}}
+        {"name": name, "hosts": {"n": {"workdir": f"~/{name}"}}, "job": {"command": [name, ""], "code": name}}
     )
     inventory = loaded(tmp_path, text, f"{name}.yaml")
 
     assert inventory.name == name
-    assert inventory.hosts[0].workdir == name
+    assert inventory.hosts[0].workdir == f"~/{name}"
     assert inventory.job.command == (name, "")
     assert inventory.job.code == name
     assert loaded(tmp_path, "hosts: {n: {}}", f"{name}.yaml").name == name

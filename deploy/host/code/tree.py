@@ -303,6 +303,7 @@ def _changes(
         if folder not in leaving and os.path.lexists(full := os.path.join(dest, folder))
         if os.path.islink(full) or not os.path.isdir(full)
     ]
+    aside = [each for each in aside if not any(each.startswith(folder + "/") for folder in aside)]
     change = []
     for path, row in new.items():
         full = os.path.join(dest, path)
@@ -398,6 +399,7 @@ def keep_package(folder: str, files: dict[str, str] | None = None, digest: str =
     if files is None:
         return False
     partial = f"{folder}.partial-{os.getpid()}-{time.time_ns()}"
+    make_private(partial)  # its modules run as this user: whatever the umask, nobody else may write there
     try:
         for path, text in files.items():
             full = _clear(partial, path)

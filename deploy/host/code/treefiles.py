@@ -281,6 +281,11 @@ def read_text(path: str) -> str:
 def write_text(path: str, text: str) -> None:
     """Write a file beside a folder, in one step."""
     draft = f"{path}.{os.urandom(8).hex()}"  # a shared folder has several writers
-    with open(draft, "x", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(text)
-    os.replace(draft, path)
+    try:
+        with open(draft, "x", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except OSError:  # a full disk: it would stay for good
+        if os.path.exists(draft):
+            os.unlink(draft)
+        raise

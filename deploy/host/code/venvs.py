@@ -23,6 +23,7 @@ import threading
 from importlib import metadata
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
+from nodekit.deploy.host.files import make_private
 from nodekit.deploy.host.probes import hostfacts
 
 PYPI = "https://pypi.org/simple/"
@@ -83,7 +84,7 @@ def look(workdir: str, digest: str) -> Dict[str, Any]:
         "uv": find_uv() is not None,
     }
     try:
-        os.makedirs(os.path.join(workdir, "envs"), mode=0o700, exist_ok=True)
+        make_private(os.path.join(workdir, "envs"))
         found["workdir_id"] = hostfacts.folder_id(workdir)
         found["is_there"] = _is_there(os.path.join(workdir, "envs", key))
     except OSError as error:

@@ -28,7 +28,6 @@ _OWN_DISKS = frozenset(
 
 def facts(
     workdir: str,
-    kit_digest: str = "",
     peers: Sequence[str] = (),
     modules: Sequence[str] = (),
     files: Sequence[str] = (),
@@ -38,7 +37,6 @@ def facts(
 
     Args:
         workdir: kit's folder here, ``~`` allowed; made if it does not exist.
-        kit_digest: asks whether this version of kit's package is here already.
         peers: addresses of the other hosts, to find the interface that routes to each.
         modules: names of packages that may be here or not.
         files: absolute paths, and programs of the PATH, that the job's command runs.
@@ -64,14 +62,12 @@ def facts(
         "boot_id": processes.boot_id(),
         "files": {each: programs.kind_here(each) for each in files},
         "gpus": gpus.look_up(smi_timeout_s, torch_build()),
-        "has_kit": False,
     }
     try:
         make_private(workdir)
         found["workdir_id"] = folder_id(workdir)
         disk = os.statvfs(workdir)
         found["free_bytes"] = disk.f_bavail * disk.f_frsize
-        found["has_kit"] = bool(kit_digest) and os.path.isdir(os.path.join(workdir, "kit", kit_digest))
     except OSError as error:
         found["workdir_problem"] = "%s: %s" % (error.filename or workdir, error.strerror)
         found["workdir_errno"] = errno.errorcode.get(error.errno or 0, "")

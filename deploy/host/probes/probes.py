@@ -37,7 +37,6 @@ def now() -> float:
 
 def probe(
     workdir: str,
-    kit_digest: str = "",
     peers: Sequence[str] = (),
     modules: Sequence[str] = (),
     imports: Sequence[str] = (),
@@ -49,7 +48,7 @@ def probe(
 
     Args:
         workdir: kit's folder here.
-        kit_digest: as of `hostfacts.facts`; so are `peers`, `modules` and `files`.
+        peers: as of `hostfacts.facts`; so are `modules` and `files`.
         imports: top-level names that the job imports.
         source: the job's script: this interpreter says whether it is Python to it.
         path: where the job's PYTHONPATH has it look for modules, besides the interpreter's own.
@@ -57,7 +56,7 @@ def probe(
     workdir = os.path.expanduser(workdir)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         cards = pool.submit(_guarded, _gpus, pool)
-        basic = pool.submit(hostfacts.facts, workdir, kit_digest, peers, modules, files)
+        basic = pool.submit(hostfacts.facts, workdir, peers, modules, files)
         software = pool.submit(_guarded, _software, list(imports), source, list(path))
         found = {"facts": basic.result()}
         # The folder is there from here on, if it can be.

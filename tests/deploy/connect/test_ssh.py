@@ -436,6 +436,37 @@ def test_agent_holds_the_key(start_sshd: Start, target: Make, own_home: Path) ->
     assert "the agent's" in problem(target(server, identity_file=None))
 
 
+@pytest.mark.usefixtures("agent")
+def test_the_agents_key_is_found_by_its_public_half(start_sshd: Start, target: Make, own_home: Path) -> None:
+    key = keygen(own_home / "key")
+    server = start_sshd(authorized=key.with_suffix(".pub"))
+    subprocess.run(["ssh-add", "-q", str(key)], check=True)
+    old = own_home / "old"  # in PEM's format, encrypted: the public half is beside it alone
+    old.write_text("-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n")
+    old.chmod(0o600)
+    shutil.copy(key.with_suffix(".pub"), own_home / "old.pub")
+    for named in (old, key.with_suffix(".pub")):
+        config = f"Host gpu1\nIdentityFile {named}\nIdentitiesOnly yes\n"
+        (own_home / ".ssh/config").write_text(f"{config}HostName 127.0.0.1\n")
+        ssh.connect(target(server, address="gpu1", identity_file=None)).close()
+
+
+def test_keys_of_the_configuration_that_ssh_passes_over(
+    start_sshd: Start, target: Make, own_home: Path, identity: Path
+) -> None:
+    server = start_sshd()
+    config = own_home / ".ssh/config"
+    config.write_text(f'Host gpu1\nHostName 127.0.0.1\nIdentityFile "{identity}"\n')
+    identity.chmod(0o644)
+    assert "is open to others (mode 0644)" in problem(target(server, address="gpu1", identity_file=None))
+    identity.chmod(0o600)
+    bad = own_home / "bad"
+    bad.write_text("no key")
+    bad.chmod(0o600)
+    config.write_text(f'Host gpu1\nHostName 127.0.0.1\nIdentityFile {bad}\nIdentityFile "{identity}"\n')
+    ssh.connect(target(server, address="gpu1", identity_file=None)).close()
+
+
 def test_wrong_user_says_user_and_keys(start_sshd: Start, target: Make, identity: Path) -> None:
     said = problem(target(start_sshd(), user="nobody-here"))
     assert "user 'nobody-here'" in said

@@ -77,6 +77,12 @@ def output(*argv: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
 
+def test_the_folders_that_it_makes_are_private(tmp_path: Path) -> None:
+    assert not venvs.look(f"{tmp_path}/work/nodekit", "digest")["problem"]
+    for folder in ("work", "work/nodekit", "work/nodekit/envs"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
+
+
 # --- files --------------------------------------------------------------------------------------------------
 
 

@@ -81,7 +81,6 @@ def planned(of: Source, *, interfaces: Mapping[str, str] | None = None, gpus: bo
             free_bytes=1 << 40,
             rsync=True,
             boot_id=host.name,
-            has_kit=False,
         )
         for number, host in enumerate(of.inventory.hosts)
     }

@@ -7,12 +7,14 @@ import functools
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,6 +58,35 @@ def test_what_to_do_comes_over_the_wire_as_a_field_of_its_own(channel: HostChann
     assert without.value.problem.cure == ""
     older = {"type": "OSError", "message": "it is full", "traceback": ""}  # of a host that sends no cure
     assert RemoteError("gpu1", older).problem == ("it is full", "", "")
+
+
+@pytest.mark.parametrize(
+    "said", ["hello\\n", "\\033]0;title\\007", "hello ", "{ motd }\\n", '{"motd": 1}\\n']
+)
+def test_what_a_login_shell_prints_before_is_passed_over(said: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nprintf '{said}'\nexec {sys.executable} \"$@\"\n")
+    python.chmod(0o755)
+    opened = open_local("here", str(python))
+    try:
+        assert opened.call("read_file", timeout_s=30, path=str(tmp_path / "none")) is None
+    finally:
+        opened.close()
+
+
+def test_a_host_that_reads_no_more_keeps_no_call_beyond_its_deadline(tmp_path: Path) -> None:
+    opened = open_local("here", sys.executable)
+    os.kill(opened._process._popen.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        for text in ("x" * (1 << 20), "x"):  # more than a pipe holds, and what comes after that
+            call = pool.submit(opened.call, "write_file", timeout_s=1, path=str(tmp_path / "f"), text=text)
+            with pytest.raises(ChannelLost, match="no answer within 1 s"):
+                call.result(timeout=5)
+        closing = pool.submit(opened.close)
+        closing.result(timeout=15)
+    assert time.monotonic() - began < 15
+    assert not (tmp_path / "f").exists()
 
 
 def test_facts_say_what_the_host_is(channel: HostChannel, tmp_path: Path) -> None:

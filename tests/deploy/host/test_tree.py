@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -381,3 +382,14 @@ def test_package_is_placed_once_and_mended(work: Path, monkeypatch: pytest.Monke
     assert not tree.keep_package(str(folder), digest=digest)
     assert tree.keep_package(str(folder), files=files, digest=digest)
     assert [path.name for path in (work / "kit").iterdir()] == [digest]
+
+
+def test_nobody_else_may_write_where_kits_package_lies(work: Path) -> None:
+    before = os.umask(0)
+    try:
+        digest = tree.package_digest({"a.py": hashlib.sha256(b"").hexdigest()})
+        assert tree.keep_package(str(work / "nodekit/kit/1"), {"a.py": ""}, digest=digest)
+    finally:
+        os.umask(before)
+    for folder in ("nodekit", "nodekit/kit", "nodekit/kit/1"):
+        assert (work / folder).stat().st_mode & 0o777 == 0o700

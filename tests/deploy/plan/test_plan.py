@@ -66,7 +66,6 @@ def facts(host: str, *interfaces: Interface, **changes: Any) -> Facts:
         "free_bytes": 10**12,
         "rsync": True,
         "boot_id": host,
-        "has_kit": True,
     }
     return Facts(**{**values, **changes})
 

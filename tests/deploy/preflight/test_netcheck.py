@@ -55,7 +55,7 @@ class Site:
     ) -> list[Finding]:
         inventory = self.inventory(**hosts)
         peers = cluster.peer_addresses(inventory.hosts)
-        facts = check.gather(self.channels, inventory, kit_digest="", peers=peers)
+        facts = check.gather(self.channels, inventory, peers=peers)
         start = time.monotonic()
         found = netcheck.network_findings(self.channels, inventory, facts, deadline_s=deadline_s, port=port)
         self.took_s = time.monotonic() - start
@@ -346,9 +346,7 @@ def test_a_host_that_says_nothing_any_more_is_named_within_the_deadline(
         if any("compile(i.read" in word for word in argv) and "python" in argv[0]
     ]
     inventory = site.inventory()
-    facts = check.gather(
-        site.channels, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts)
-    )
+    facts = check.gather(site.channels, inventory, peers=cluster.peer_addresses(inventory.hosts))
 
     def is_named_alone() -> bool:
         start = time.monotonic()
@@ -370,9 +368,7 @@ def test_a_host_that_says_nothing_any_more_is_named_within_the_deadline(
 @pytest.mark.lab
 def test_a_cut_cable_is_found_within_the_deadline(site: Site) -> None:
     inventory = site.inventory()
-    facts = check.gather(
-        site.channels, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts)
-    )
+    facts = check.gather(site.channels, inventory, peers=cluster.peer_addresses(inventory.hosts))
     site.lab.cut("node3")
     start = time.monotonic()
     found = netcheck.network_findings(site.channels, inventory, facts, deadline_s=5)
@@ -733,7 +729,7 @@ def test_local_hosts_are_tried_over_loopback(tmp_path: Path) -> None:
     inventory = load_inventory(path)
     with cluster.channels(inventory.hosts, cluster.SshOptions()) as channels:
         peers = cluster.peer_addresses(inventory.hosts)
-        facts = check.gather(channels, inventory, kit_digest="", peers=peers)
+        facts = check.gather(channels, inventory, peers=peers)
         found = netcheck.network_findings(channels, inventory, facts, deadline_s=DEADLINE_S)
         assert [(each.host, each.level) for each in found if "29500" not in each.found] == [
             ("a", "ok"),

@@ -41,7 +41,7 @@ class Site:
         self.inventory = inventory
         self.channels = channels
         peers = cluster.peer_addresses(inventory.hosts)
-        self.facts: dict[str, Facts] = check.gather(channels, inventory, kit_digest="", peers=peers)
+        self.facts: dict[str, Facts] = check.gather(channels, inventory, peers=peers)
         self.before = self.processes()
 
     def processes(self) -> dict[str, set[ProcessRecord]]:
@@ -177,7 +177,7 @@ from nodekit.deploy.preflight.network import netdeep
 from nodekit.inventory.load import load_inventory
 inventory = load_inventory(sys.argv[1])
 with cluster.channels(inventory.hosts, cluster.SshOptions()) as channels:
-    facts = check.gather(channels, inventory, kit_digest="", peers=cluster.peer_addresses(inventory.hosts))
+    facts = check.gather(channels, inventory, peers=cluster.peer_addresses(inventory.hosts))
     netdeep.deep_findings(channels, inventory, facts, deadline_s=60)
 """
 

@@ -165,7 +165,7 @@ def hide(tmp_path: Path) -> Anonymous:
     facts = Facts(
         host="gpu-17", hostname="dgx-h1", user="svc-train", python="3.11.2", executable="/v/bin/python",
         torch="2.13.0", modules=(), clock_offset_s=0.0, cpus=96, routes={}, gpus=HostGpus(), workdir="/w",
-        workdir_problem=None, rsync=True, boot_id="b", has_kit=True,
+        workdir_problem=None, rsync=True, boot_id="b",
         interfaces=(Interface("eth0", True, ("fd00::17",)),),
     )  # fmt: skip
     return Anonymous(load_inventory(path), {"gpu-17": facts})
@@ -218,7 +218,7 @@ def test_nodes_are_told_by_their_facts(hide: Anonymous) -> None:
         host="a", hostname="a", user="u", python="3.11.2", executable="/p", torch="2.13.0",
         torch_build="cuda 13.0", modules=("horovod", "deepspeed"), clock_offset_s=0.0, cpus=8, routes={},
         gpus=HostGpus(driver="580.1"), workdir="/w", workdir_problem=None, rsync=True, boot_id="b",
-        has_kit=True, interfaces=(),
+        interfaces=(),
     )  # fmt: skip
     (node,) = selftest_report.nodes({"a": found}, gpus)
     assert node["gpus"] == ["NVIDIA A100, 40960 MiB"]

@@ -239,3 +239,9 @@ def test_a_tracked_folder_that_became_a_link_or_a_file_is_sent_as_what_it_is(tmp
     (folder / "config").unlink()
     (folder / "config").write_text("a file now")
     assert sent(folder) == ["conf/small.py", "config", "data/chars/prepare.py", "train.py"]
+
+
+def test_an_ignore_file_is_read_as_git_reads_it_whatever_is_in_it(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", with_git=False, ignored="")
+    (folder / ".kitignore").write_bytes(b"\xef\xbb\xbfdata/\n[z-a]\nout\\\n!\n.venv/\n")
+    assert sent(folder) == ["__pycache__/train.pyc", "config/small.py", "out/last.pt", "train.py"]
