@@ -316,8 +316,8 @@ def _share(found: Forecast) -> str:
 def parameters_text(number: int) -> str:
     """``110 M``, ``6.7 G``: as many digits as tell."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:,.0f} {unit}"
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}" if number < 999.5 * size else f"{number / size:,.0f} {unit}"
     return str(number)
 
 

@@ -122,9 +122,7 @@ class Drill:
         struck, problem, run_id, trace = None, "", "", Trace()
         outcome: Outcome = "not survived"
         try:
-            if fault.prepare:
-                fault.prepare(self.site)
-            with self._running(fault.name) as (job, watch):
+            with self._running(fault.name, prepare=fault.prepare) as (job, watch):
                 run_id = watch.run.run_id
                 try:
                     struck = self._strike(fault, job, watch)
@@ -163,11 +161,15 @@ class Drill:
         return max((each.step for each in self._unbroken.steps), default=0)
 
     @contextlib.contextmanager
-    def _running(self, name: str) -> Iterator[tuple[Job, Watch]]:
-        """Start a run and watch it; end it and clean up on exit."""
+    def _running(
+        self, name: str, *, prepare: Callable[[Site], None] | None = None
+    ) -> Iterator[tuple[Job, Watch]]:
+        """Start a run and watch it; end it and clean up on exit, what `prepare` has done too."""
         new_keys = self._options.accept_new_host_keys
         job = Job(self._inventory, self._command, self._folder / f"{name}.log", new_keys=new_keys)
         try:
+            if prepare:
+                prepare(self.site)
             job.start(new=True)
             run = self._wait_running(job)
             with Watch(run, self._hosts, self._options, job.output) as watch:

@@ -103,6 +103,10 @@ def _ssh_config(hosts: Sequence[Host], names: Mapping[str, str]) -> str:
     return "\n".join("\n".join([f"Host {' '.join(of)}", *lines]) for lines, of in blocks.items())
 
 
+# Numbers of YAML 1.2, which docker compose reads, that PyYAML takes for text: 1e-3.
+_NUMBER = re.compile(r"[-+]?(?:(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|0o[0-7]+)")
+
+
 class _Verbatim(str):
     """A text that Ansible must not expand as a template."""
 
@@ -119,8 +123,9 @@ class _Dumper(yaml.SafeDumper):
 
 def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
     tag = "!unsafe" if isinstance(data, _Verbatim) else Resolver.DEFAULT_SCALAR_TAG
+    style = "'" if _NUMBER.fullmatch(data.replace("_", "")) else None
     # By default PyYAML writes U+0085 and U+2028 unescaped, and reads them back as a space.
-    return dumper.represent_scalar(tag, str(data), style=None if data.isprintable() else '"')
+    return dumper.represent_scalar(tag, str(data), style=style if data.isprintable() else '"')
 
 
 _Dumper.add_representer(str, _text)

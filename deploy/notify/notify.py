@@ -69,7 +69,7 @@ class Notifier:
         self._generations: dict[str, int] = {}
         self._steps: tuple[int, int | None] | None = None
         self._said: set[str] = set()
-        self._lock = _Turn(run.folder / "notify.lock")
+        self._lock = _Turn(run.folder / "notify.lock", self._begin)
         self._queue: queue.Queue[Message | None] = queue.Queue(MAX_WAITING)
         self._closing = threading.Event()
         self._is_done = threading.Event()
@@ -196,8 +196,9 @@ def _last_start(run: Run) -> tuple[int, int]:
 class _Turn:
     """Whose turn it is to tell, and what was told last: in a file, locked by the one who tells."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, begin: int) -> None:
         self._path = path
+        self._begin = begin
         self._file: IO[str] | None = None
         self._last: dict[str, Any] = {}
 
@@ -212,10 +213,13 @@ class _Turn:
                 self._last = dict(json.load(self._file))
         told = self._last.get("end", 0)
         is_old = event.end is not None and event.end <= told
-        is_again = event.kind == self._last.get("kind") == "run-ended"  # each supervisor writes one
+        # Each supervisor writes one, and a run that goes on after it has ended ends once more.
+        is_again = (
+            event.kind == self._last.get("kind") == "run-ended" and self._last.get("begin") == self._begin
+        )
         if is_old or is_again:
             return False
-        self._last = {"end": event.end or told, "kind": event.kind}
+        self._last = {"end": event.end or told, "kind": event.kind, "begin": self._begin}
         with contextlib.suppress(OSError):  # of the same length: that asks no room of a full disk
             os.pwrite(self._file.fileno(), json.dumps(self._last).encode().ljust(_TOLD_BYTES), 0)
         return True

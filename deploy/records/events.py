@@ -258,6 +258,8 @@ class Gatherer:
 def _by_our_clock(fields: Mapping[str, Any], clock_offset: float) -> dict[str, Any]:
     """What a node has told, with its times by the clock here; `clock_offset` is its clock minus ours."""
     times = {
-        name: fields[name] - clock_offset for name in ("time", "when", "progress_time") if fields.get(name)
+        name: fields[name] - clock_offset
+        for name in ("time", "when", "progress_time", "done_at")
+        if fields.get(name)
     }
     return {**fields, **times}

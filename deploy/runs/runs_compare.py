@@ -193,6 +193,8 @@ def read(names: Sequence[str], options: SshOptions) -> list[Compared]:
     compared = []
     for run in found:
         own, told = backend_of(run).history(run, options)
-        history = History.of(told, now=time.time())
+        # Its last event may be lost.
+        now = own.ended if own.state in runs.ENDED and own.ended else time.time()
+        history = History.of(told, now=now)
         compared.append(Compared(own, history, Summary.of(history)))
     return compared

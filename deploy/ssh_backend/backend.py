@@ -197,7 +197,8 @@ class SshBackend:
                 if not status["alive"] and status.get("state") not in runs.ENDED:
                     out = drain.line(drained, name)
                     status["state"] = "drained" if out else absence(status)
-                lines[name] = out or status_line(status, now=time.time())
+                # By the node's clock, as what it says of itself.
+                lines[name] = out or status_line(status, now=time.time() + run.clock_offsets.get(name, 0.0))
                 continue
             lines[name] = "unreachable"
             if name in last:

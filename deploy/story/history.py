@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nodekit.deploy.records.events import Event
@@ -75,7 +75,8 @@ class History:
             now: seconds since 1970; a run that is going on goes on until then.
             min_nodes: the fewest that the job needs; None: as many as it trained with next.
         """
-        found = sorted((each for each in events if math.isfinite(each.time)), key=lambda event: event.time)
+        finite = _by_the_last_clock([each for each in events if math.isfinite(each.time)])
+        found = sorted(finite, key=lambda event: event.time)
         sessions = read_sessions(found, max([now, *(each.time for each in found[-1:])]))
         attempts = read_attempts(found, sessions)
         spans = spans_by_node(found, sessions, attempts)
@@ -107,7 +108,11 @@ class History:
             total_steps=totals[-1] if totals else None,
             restarts=len(attempts) - num_sessions,
             best=_best(evaluations),
-            result=results[-1] if results else {},
+            result={
+                name: each for name, each in results[-1].items() if isinstance(each, str) or is_number(each)
+            }
+            if results
+            else {},
             goodput=goodput(found, sessions, attempts, spans, min_nodes),
         )
 
@@ -132,10 +137,9 @@ class History:
 
     @property
     def metrics(self) -> list[str]:
-        """The names of all metrics that were evaluated."""
-        return list(
-            dict.fromkeys(name for each in self.evaluations for name in mapping_of(each.get("metrics")))
-        )
+        """The names of all metrics that were evaluated to a number."""
+        told = [mapping_of(each.get("metrics")) for each in self.evaluations]
+        return list(dict.fromkeys(name for each in told for name, value in each.items() if is_number(value)))
 
     def speeds(self) -> list[Point]:
         """Steps per second between two samples, at the second one's step; over time, redone steps too."""
@@ -159,6 +163,20 @@ class History:
             voice = next((node for node in attempt.members if node in own), min(own, default=""))
             found.append((attempt, own.get(voice, ())))
         return found
+
+
+def _by_the_last_clock(events: Sequence[Event]) -> list[Event]:
+    """The events, with those before a start that the clock was set back for as much earlier as it was set back."""
+    found: list[Event] = []
+    latest = -math.inf
+    for event in events:
+        if event.kind == "run-started" and event.time < latest:
+            ahead_s = latest - event.time + 1e-3  # the last of them comes before it
+            found = [replace(each, time=each.time - ahead_s) for each in found]
+            latest = event.time
+        latest = max(latest, event.time)
+        found.append(event)
+    return found
 
 
 def standing(attempts: Iterable[Sequence[Point]]) -> list[Point]:

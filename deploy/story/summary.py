@@ -12,6 +12,7 @@ from nodekit.deploy.host.files import NOT_FOUND, read, write_private
 from nodekit.deploy.host.schema import Guess
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story.attempts import is_number
 from nodekit.deploy.story.history import History
 from nodekit.inventory.errors import KitError
 
@@ -46,7 +47,7 @@ class Summary:
             return cls(seconds=history.goodput.total_s)
         best: dict[str, tuple[float, int | None]] = dict(history.best)
         if not best:
-            numbers = {name: value for name, value in history.result.items() if isinstance(value, float)}
+            numbers = {name: float(value) for name, value in history.result.items() if is_number(value)}
             best = {name: (value, None) for name, value in numbers.items() if name in ("accuracy", "loss")}
         return cls(
             step=history.step,
@@ -85,7 +86,9 @@ def _summary(run: Run) -> Summary:
         raise events.unreadable(run.folder / events.FILE, error) from error
     if (kept := _load(run, size_bytes)) is not None:
         return kept
-    found = Summary.of(History.of(events.read(run.folder), now=time.time()))
+    # Its last event may be lost.
+    now = run.ended if run.state in runs.ENDED and run.ended else time.time()
+    found = Summary.of(History.of(events.read(run.folder), now=now))
     if found.step is None:
         found = replace(found, guess=guess_now(run))
     if run.state in runs.ENDED:

@@ -385,6 +385,15 @@ def test_a_compose_file_has_a_service_for_each_host_and_reads_back_exactly(tmp_p
     assert SECRET not in file.text
 
 
+@pytest.mark.parametrize("text", ["1e-3", "1e5", "5E10", "1.5e3", ".5e2", "1_0e5", "0o755"])
+def test_what_is_a_number_for_docker_compose_alone_is_written_as_text(tmp_path: Path, text: str) -> None:
+    (file,) = export_compose.compose(
+        source(tmp_path, GPUS, ["job.py", text]), run_id="run-1", kit_digest="abc"
+    )
+    assert f"      - '{text}'\n" in file.text
+    assert yaml.safe_load(file.text)["services"]["gpu1"]["command"][-1] == text
+
+
 # --- shell --------------------------------------------------------------------------------------------------
 
 

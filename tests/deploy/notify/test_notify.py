@@ -428,6 +428,21 @@ def test_what_was_before_a_run_went_on_is_not_told_again(hook: Hook, run: Run) -
     ]
 
 
+def test_each_end_of_a_run_that_goes_on_is_told(hook: Hook, run: Run) -> None:
+    asked = {"on": ["failure", "end"], "webhook": {"url": hook.url}}
+    ended = [STORY[0], event("run-ended", 110, state="stopped", verdict="stopped by kit down")]
+    observed(run, asked, written(run, ended)).close()
+    again = [
+        event("run-started", 200, generation=1, nodes=["gpu1"], command=["./train"], goes_on=True),
+        *(event("run-ended", time, state="succeeded", verdict="trained to the end") for time in (240, 240.2)),
+    ]
+    story = written(run, again)
+    observed(run, asked, story[:-1]).close()
+    observed(run, asked, story).close()  # another supervisor
+
+    assert [body["state"] for _, _, body in hook.got] == ["stopped", "succeeded"]
+
+
 def test_a_clock_that_jumped_silences_nobody(hook: Hook, run: Run) -> None:
     story = [
         STORY[0],

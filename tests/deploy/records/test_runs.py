@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import subprocess
@@ -230,6 +231,32 @@ def test_an_ended_runs_numbers_are_kept_and_read_anew_when_its_events_have_grown
     assert summary.summary(run).best["f1"] == (0.9, 20)
     (run.folder / summary.FILE).write_text('{"version": 1')  # torn
     assert summary.summary(run).step == 20
+
+
+def test_an_ended_run_whose_last_event_is_lost_took_no_longer_than_its_record_says() -> None:
+    run = record("lab-1122-060100-aaaa", losses=(2.0, 1.0), ended=START + 31)
+    events = run.folder / "events.jsonl"
+    events.write_text("".join(events.read_text().splitlines(keepends=True)[:-1]))
+    assert summary.summary(run).seconds == 31
+
+
+def test_a_result_that_is_no_number_is_no_best_value(capsys: pytest.CaptureFixture[str]) -> None:
+    run = record("lab-1122-060100-aaaa", state="running", losses=())
+    told = [
+        {"time": START + 2, "node": "gpu1", "kind": "rendezvous", "attempt": "0.0", "members": ["gpu1"]},
+        {
+            "time": START + 9,
+            "node": "gpu1",
+            "kind": "agent-ended",
+            "result": {"loss": math.nan, "accuracy": 1},
+        },
+    ]
+    with (run.folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in told)
+    assert cli.main(["runs", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "NaN" not in out
+    assert json.loads(out)[0]["best"] == {"accuracy": [1.0, None]}
 
 
 def test_of_a_running_run_nothing_is_kept() -> None:

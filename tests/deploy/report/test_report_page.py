@@ -621,6 +621,47 @@ def test_kit_report_json_is_the_history(on_record: Path) -> None:
     assert made_up_run.SECRET not in done.stdout
 
 
+@pytest.mark.parametrize("value", ["snapshots", "training", "succeeded", "evaluation", "snapshot"])
+def test_a_variable_that_is_one_of_kits_own_words_breaks_no_report(value: str) -> None:
+    run = made_up_run.run()
+    run.inventory["job"]["env"] = {"WORD": value}
+    redactor, events = Redactor(run.inventory), made_up_run.events()
+    whole = History.of(events, now=events[-1].time)
+    found = History.of(redactor.tree(events), now=events[-1].time)
+    assert redactor.tree(found).goodput == whole.goodput
+    assert (found.state, found.best) == (whole.state, whole.best)
+    source = report_page.Source(run=run, history=found, events=events, redactor=redactor, written="now")
+    assert "trained to its end" in report_page.page(source)
+
+
+def test_a_secret_is_taken_out_even_if_it_is_one_of_kits_own_words() -> None:
+    run = made_up_run.run()
+    run.inventory["job"]["env"] = {"DB_PASSWORD": "snapshots"}
+    assert Redactor(run.inventory).text("of snapshots") == "of …"
+    run.inventory["job"]["env"] = {"FOLDER": "snapshots"}
+    assert Redactor(run.inventory).text("of snapshots") == "of snapshots"
+
+
+def test_a_metric_that_is_no_number_has_no_curve() -> None:
+    events = made_up_run.events()
+    told = [
+        dataclasses.replace(
+            each, fields={**each.fields, "metrics": {**each.fields["metrics"], "better": True}}
+        )
+        if each.kind == "evaluation"
+        else each
+        for each in events
+    ]
+    history = History.of(told, now=events[-1].time)
+    assert history.metrics == ["accuracy", "loss"]
+    run = made_up_run.run()
+    report_page.page(
+        report_page.Source(
+            run=run, history=history, events=told, redactor=Redactor(run.inventory), written="now"
+        )
+    )
+
+
 @pytest.mark.slow
 def test_the_report_of_a_real_run(tmp_path: Path, own_home: Path, tab: Page) -> None:
     kit = Kit(tmp_path / "my 'project' $HOME", None)

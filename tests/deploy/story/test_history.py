@@ -380,3 +380,20 @@ def test_whatever_was_written_down_the_causes_add_up_to_the_runs_time(
     assert steps == sorted(steps)
     for name in found.metrics:
         found.metric(name)
+
+
+def test_a_clock_that_was_set_back_between_two_starts_leaves_them_in_their_order() -> None:
+    def session(at: float, generation: int, last: int, state: str) -> list[Event]:
+        return [
+            said(at, None, "run-started", generation=generation, nodes=["gpu1"]),
+            *attempt(f"{generation}.0", ["gpu1"], at=at + 2, first=last - 99, last=last),
+            said(at + 110, None, "run-ended", state=state),
+        ]
+
+    first = session(10_000, 0, 100, "failed")
+    found = History.of([*first, *session(7_000, 1, 200, "succeeded")], now=7_110)
+    wanted = History.of([*first, *session(10_200, 1, 200, "succeeded")], now=10_310)
+    assert (found.state, found.step) == (wanted.state, wanted.step)
+    assert found.state == "succeeded"
+    assert found.goodput.total_s == pytest.approx(wanted.goodput.total_s)
+    assert found.goodput.trained_s == pytest.approx(wanted.goodput.trained_s)
