@@ -409,6 +409,10 @@ class Agent:
             formed.tell("settled")  # all are stopped, and each keeps copies of the others
             rendezvous.wait_for(formed, "settled", lambda: None, until=deadline)
 
+    def abandon(self) -> None:
+        """Kill the workers, and write nothing: the folder is gone, or is another agent's."""
+        self._attempts.workers.stop(0)
+
     def _leave(self) -> None:
         rendezvous, self._rendezvous, self._formed = self._rendezvous, None, None
         if rendezvous is not None:

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from nodekit.deploy.agent import name_lookups
 from nodekit.deploy.agent.agent import Agent
+from nodekit.deploy.agent.orders import Disowned
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.agent.telemetry.event_log import EventLog
@@ -94,6 +95,10 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
         agent.shut_down()
         # Who asks by way of kit says so; anything else that ends us is a loss to be made good.
         record.end("stopped" if (node_dir / "stop").exists() else "ended")
+        return EXIT_STOPPED
+    except Disowned as error:
+        agent.abandon()
+        print(error, file=sys.stderr)  # and to no file there, which would be another agent's
         return EXIT_STOPPED
     except Unfit as error:
         agent.shut_down()

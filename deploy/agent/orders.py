@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from pathlib import Path
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import files
-from nodekit.deploy.host.node import status
+from nodekit.deploy.host.node import fence, status
 
 FENCE_S = 10.0  # how long a fence that cannot be read is tried again before ranks are started
+GONE_S = 5.0  # how long the node's folder is not there before nobody is taken to know of this agent
 _FOLDER_S = 1.0  # until what is in the node's folder is read, though it does not seem to have changed
 
 
@@ -26,22 +28,38 @@ class Fenced(Exception):
     """This generation is over; what comes next is the supervisor's to say."""
 
 
+class Disowned(Exception):
+    """The node's folder was removed, or is another agent's: by it nobody finds this one any more, to ask or stop it."""
+
+
 class Orders:
     """Reads them again and again, at little cost while nothing changes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
+        self._own = status.agent_record(self._folder)
+        self._own_file = f"{self._folder}/agent.json"
+        self._gone_since = math.inf
         self._spec_changed = self._folder_changed = 0
         self._read_at = 0.0
 
     def check(self, spec: AgentSpec) -> None:
-        """Raise Superseded or Fenced if `spec` is over; a fence that cannot be read ends nothing that runs."""
+        """Raise Superseded or Fenced if `spec` is over; a fence that cannot be read ends nothing that runs.
+
+        Raises:
+            Disowned: as of `check_spec`.
+        """
         self.check_spec(spec)
         with contextlib.suppress(OSError):
             self._check_fence(spec)
 
     def check_spec(self, spec: AgentSpec) -> None:
-        """Raise Superseded if there is a spec of a later generation, or a later call into this one."""
+        """Raise Superseded if there is a spec of a later generation, or a later call into this one.
+
+        Raises:
+            Disowned: nobody would ever call this agent.
+        """
+        self._check_own()
         with contextlib.suppress(OSError, ValueError):
             path = f"{self._folder}/spec.json"
             changed = os.stat(path).st_mtime_ns  # noqa: PTH116  # often, while it waits
@@ -50,6 +68,31 @@ class Orders:
                 later = json.loads(files.read(path))
                 if (later["generation"], later["call"]) > (spec.generation, spec.call):
                     raise Superseded
+
+    def _check_own(self) -> None:
+        if self._own is None:
+            return
+        with contextlib.suppress(OSError, ValueError):  # it cannot be read, and may be as it was
+            try:
+                found = json.loads(files.read(self._own_file))
+            except files.NOT_FOUND:
+                self._mend_own()
+                return
+            self._gone_since = math.inf
+            if found != self._own:
+                raise Disowned(f"{self._folder} is another agent's: nobody could stop this one")
+
+    def _mend_own(self) -> None:
+        """Put back what a clean-up of old files has removed; with the whole folder gone, nothing of it is of use."""
+        folder, now = Path(self._folder), time.monotonic()
+        if folder.is_dir():
+            with fence.locked(self._folder):  # no other agent is started meanwhile
+                if not os.path.exists(self._own_file):  # noqa: PTH110
+                    files.write_private(self._own_file, json.dumps(self._own).encode())
+        elif folder.parent.parent.is_dir():  # else what is mounted there may be away for a while
+            self._gone_since = min(self._gone_since, now)
+            if now - self._gone_since >= GONE_S:
+                raise Disowned(f"{self._folder} was removed: nobody could stop this agent")
 
     def check_fence(self, spec: AgentSpec, pause: Callable[[], None]) -> None:
         """Raise Fenced if `spec` is over, before ranks are started; `pause` is called while that cannot be read.

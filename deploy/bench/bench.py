@@ -64,6 +64,10 @@ class Options:
     latency: str = "0.2ms"
 
 
+MOST_S = 86400.0
+"""A day."""
+
+
 def bench(options: Options) -> int:
     """Measure, show and forecast; the exit status is 1 if something could not be measured."""
     _refuse(options)
@@ -113,8 +117,15 @@ def _refuse(options: Options) -> None:
             f"--plan {options.model} needs --step-time S, what a step takes on one node in seconds",
             cure="--plan job measures it, for the job of the inventory",
         )
-    if not options.pair_s > 0 or not options.time_limit_s >= 0:
-        raise KitError("--seconds is above 0, and --time-limit at least 0 (0: no all-reduce)")
+    if not 0 < options.pair_s <= MOST_S or not 0 <= options.time_limit_s <= MOST_S:
+        raise KitError(
+            f"--seconds is above 0, and --time-limit at least 0 (0: no all-reduce); both at most {MOST_S:g}"
+        )
+    for option, path in (("--png", options.png), ("--csv", options.csv)):
+        # Before minutes of measuring; what is tried again at the end may fail in other ways.
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            why = "it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
+            raise KitError(f"{option} {path}: cannot be written: {why}")
 
 
 def _job(options: Options) -> Job:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv, own = argv[:split], argv[split + 1 :]
     if name and not name.startswith("-") and name not in (*NAMES, *HIDDEN):
         return _no_command(name)
-    args = parser(name).parse_args(argv)
+    args = _parsed(name, argv)
     args.command = own
     with terminal.screen(may_be_lost=args.acts), _debug(wanted=args.debug):
         try:
@@ -63,6 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         except BrokenPipeError:  # the reader of a pipe (head, less) has left, who had enough
             return 0
+
+
+def _parsed(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    """What is on the command line; --help and --version are printed here, which may fail as all printing may."""
+    try:
+        with terminal.screen():
+            try:
+                found: argparse.Namespace = parser(name).parse_args(argv)
+                return found
+            finally:
+                sys.stdout.flush()
+    except KitError as error:
+        tell(error)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(0)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _refuse_removed_folder() -> None:

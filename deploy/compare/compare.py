@@ -91,7 +91,12 @@ def compare(options: Options) -> int:
     if (load := os.getloadavg()[0]) > _BUSY * machine.num_cores:
         print(f"other work is going on (load {load:.1f}): figures will be off, and not all by as much")
     print(flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KitError(
+            f"-o {folder}: cannot be made: {error.strerror}", cure="name another with -o"
+        ) from error
     comparison = Comparison(folder, arguments, machine, options.timeout_s)
     with sigterm_interrupts():
         try:

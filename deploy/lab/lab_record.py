@@ -33,7 +33,12 @@ def begin(folder: Path, made: dict[str, Any]) -> None:
         raise KitError(
             f"{folder} is not an empty folder and holds no lab", cure="choose a new one with --folder"
         )
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise KitError(
+            f"{folder}: cannot be made: {error.strerror}", cure="choose another --folder"
+        ) from error
     if (owner := folder.stat().st_uid) != 0:
         raise KitError(
             f"{folder} belongs to user {owner}, not to root", cure="choose a new one with --folder"

@@ -124,7 +124,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in text.split(","):
         span = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip())
-        if span is None:
+        if span is None or int(span[1]) > int(span[2] or span[1]):
             raise KitError(f"--rank: found '{text}'", wanted="ranks, as 3, 0-3 or 0,2")
         found += range(int(span[1]), int(span[2] or span[1]) + 1)
     return tuple(found)

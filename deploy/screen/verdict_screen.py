@@ -57,7 +57,10 @@ def screen(
     first = verdict.first
     rows: list[tuple[str, str]] = []
     if verdict.cause:
-        rows += [("cause", verdict.cause.what), ("cure", verdict.cause.cure)]
+        rows += [
+            ("cause", verdict.cause.what),
+            *([("cure", verdict.cause.cure)] if verdict.cause.cure else []),
+        ]
     rows += [("kernel", line) for line in (first.kernel[-1:] if first else ())]
     if verdict.others:
         rows.append(("others", verdict.others))

@@ -46,6 +46,10 @@ def execute(argv: list[str], env: dict[str, str], cwd: str) -> None:
         signal.signal(number, signal.SIG_DFL)
     try:
         os.chdir(cwd)
+    except OSError as error:  # execvpe's would be taken for the program's
+        os.write(2, os.fsencode(f"kit: {cwd}, the copy of the code, cannot be entered: {error.strerror}\n"))
+        os._exit(1)  # no program is missing: 126 and 127 would say so
+    try:
         os.execvpe(program, [program, *argv[1:]], env)
     except OSError as error:
         os.write(2, os.fsencode(f"kit: cannot run {program!r} in {cwd}: {error.strerror}\n"))

@@ -112,16 +112,16 @@ def _wanted(args: argparse.Namespace) -> Wanted:
                 f"--grep: found '{args.grep}'", wanted=f"a regular expression as Python has them: {error}"
             ) from error
     try:
-        nodes = tuple(hostlists.expand(args.node)) if args.node else ()
+        nodes = tuple(hostlists.expand(args.node)) if args.node is not None else ()
     except ValueError as error:
         raise KitError(
             f"--node: found '{args.node}'", wanted=f"nodes, as gpu1 or gpu[1-3]: {error}"
         ) from error
     return Wanted(
         nodes=nodes,
-        ranks=parse_ranks(args.rank) if args.rank else (),
+        ranks=parse_ranks(args.rank) if args.rank is not None else (),
         attempt=args.attempt or "",
-        since=parse_when(args.since, now=now) if args.since else None,
-        until=parse_when(args.until, now=now, option="--until") if args.until else None,
+        since=parse_when(args.since, now=now) if args.since is not None else None,
+        until=parse_when(args.until, now=now, option="--until") if args.until is not None else None,
         grep=args.grep,
     )

@@ -30,6 +30,7 @@ exit codes:
   2    wrong usage of the command line
 """
 TAKES_COMMAND = True
+MAX_TIMEOUT_S = 86400
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -50,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     """Examine the hosts; 1 where something would keep a job from starting."""
     from nodekit.deploy.preflight import check_report, checkup
 
-    if args.timeout is not None and args.timeout <= 0:
-        raise KitError(f"kit check --timeout {args.timeout:g}: wanted some seconds")
+    if args.timeout is not None and not 0 < args.timeout <= MAX_TIMEOUT_S:
+        raise KitError(f"kit check --timeout {args.timeout:g}: wanted some seconds, at most {MAX_TIMEOUT_S}")
     report = checkup.run(
         checkup.Options(
             inventory=arguments.inventory(args),

@@ -58,12 +58,12 @@ def run(args: argparse.Namespace) -> int:
     from nodekit.deploy.shell import shell
     from nodekit.inventory.load import load_inventory
 
-    if args.hosts:
-        arguments.refuse_beside("HOSTS", {"--hosts": bool(args.picked)})
+    if args.hosts is not None:
+        arguments.refuse_beside("HOSTS", {"--hosts": args.picked is not None})
     inventory = load_inventory(arguments.inventory(args))
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise KitError(f"--timeout: found {args.timeout:g}", wanted="seconds, a number above 0")
-    hosts = shell.pick(inventory, args.hosts or args.picked)
+    hosts = shell.pick(inventory, args.picked if args.hosts is None else args.hosts)
     if not args.command:
         if args.timeout is not None:
             arguments.refuse_without("--timeout", "a command", why="it comes after `--`")

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
     for name in ("batch", "step_time", "nodes", "accumulate", "local_sgd"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < float("inf"):
             raise KitError(f"--{name.replace('_', '-')} {value}: wanted a number above 0")
     return bench(
         Options(

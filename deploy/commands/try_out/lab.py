@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
             wanted="--delay-ms, --rate-mbit or --loss-percent",
             cure=f"`kit lab slow {args.host} --delay-ms 50`, say",
         )
+    if is_slow:
+        _refuse_values(args)
     lab = Lab.load(args.folder)
     if args.lab_command == "status":
         _print_hosts(lab)
@@ -100,6 +102,15 @@ def run(args: argparse.Namespace) -> int:
     # A link that was slow may have become slow in another way.
     print(f"{args.host}: {after}" + (" already: nothing was done" if after == before and not is_slow else ""))
     return 0
+
+
+def _refuse_values(args: argparse.Namespace) -> None:
+    for name, most in (("delay_ms", 60_000), ("rate_mbit", 1_000_000), ("loss_percent", 100)):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value <= most:
+            raise KitError(
+                f"--{name.replace('_', '-')}: found {value:g}", wanted=f"a number from 0 to {most:,}"
+            )
 
 
 def _up(args: argparse.Namespace) -> int:
