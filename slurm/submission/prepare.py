@@ -147,7 +147,6 @@ def _checked(
         "hostfacts.facts",
         timeout_s=LOGIN_TIMEOUT_S,
         workdir=settings.shared_dir,
-        kit_digest=package.digest,
         modules=tuple(NEEDED_MODULES),
         files=script.hosts_own(argv),
     )
