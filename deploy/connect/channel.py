@@ -6,7 +6,6 @@ import collections
 import contextlib
 import functools
 import importlib.util
-import io
 import itertools
 import json
 import logging
@@ -30,6 +29,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 START_TIMEOUT_S = 10.0
+ENDS_S = 5.0
 LAST_WORDS_S = 2.0  # of a process that takes no more, until it ends
 CALL_TIMEOUT_S = 30.0  # for calls that need no time limit of their own
 LOST_AFTER_S = (
@@ -99,8 +99,7 @@ class LocalProcess:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        # Without a buffer, whose lock `close` would wait for while a thread writes.
-        self.stdin = cast(IO[bytes], cast(io.BufferedWriter, self._popen.stdin).detach())
+        self.stdin = cast(IO[bytes], self._popen.stdin)
         self.stdout = cast(IO[bytes], self._popen.stdout)
         self._stderr: collections.deque[bytes] = collections.deque(maxlen=50)
         threading.Thread(target=self._drain, daemon=True).start()
@@ -114,14 +113,14 @@ class LocalProcess:
         return b"".join(self._stderr).decode("utf-8", "replace")
 
     def close(self) -> None:
-        """End it by ending its stdin."""
+        """End it by ending its stdin, or after `ENDS_S` by a kill: it may not read, and who writes to it hold that."""
+        killing = threading.Timer(ENDS_S, self._popen.kill)
+        killing.daemon = True
+        killing.start()
         with contextlib.suppress(BrokenPipeError):  # it ended first
             self.stdin.close()
-        try:
-            self._popen.wait(5)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
+        self._popen.wait()
+        killing.cancel()
         self.stdout.close()
 
 
@@ -191,9 +190,7 @@ class HostChannel:
         """Send what is put there, until None: no call waits beyond its deadline for a host that does not read."""
         while (data := to_write.get()) is not None:
             try:
-                while data:
-                    num_written = process.stdin.write(data)
-                    data = data[len(data) if num_written is None else num_written :]
+                process.stdin.write(data)
                 process.stdin.flush()
             except (OSError, ValueError) as error:
                 reader.join(LAST_WORDS_S)  # it knows better why, if the process has ended
