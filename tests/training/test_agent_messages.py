@@ -270,9 +270,9 @@ def test_a_stop_while_a_rank_joins_the_others_saves_what_was_kept(
     done: queue.SimpleQueue[object] = queue.SimpleQueue()
     monkeypatch.setattr(reform, "JOINING_S", 0.1)
     monkeypatch.setattr(reform.os, "_exit", done.put)
-    stop, entered = Stop(grace_s=3600), list[int]()
+    entered: list[int] = []
     kept = Kept({"x": 1}, (0, 41), lambda: done.put("saved") or True, enters=entered.append)
-    with reform.guarded(replace(world, kept=kept, generation=2), stop):
+    with Stop(grace_s=3600) as stop, reform.guarded(replace(world, kept=kept, generation=2), stop):
         stop.request()
         assert [done.get(timeout=SOON_S) for _ in range(2)] == ["saved", stop.exit_code]
     assert entered == [2], "its own generation can commit nothing any more"
