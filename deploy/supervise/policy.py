@@ -232,10 +232,9 @@ def _fill(turn: Turn) -> None:
     if has_host and seen[state.host].port not in (0, state.port):
         turn.change(port=seen[state.host].port)
     orphans = [name for name in turn.own if seen[name].state == "orphaned" and name not in turn.rules.drained]
-    for name in (
-        orphans if has_host else ()
-    ):  # what they were told of the host may be of an earlier process there
-        turn.ask(name, "join", STRAY_S, Join(name))
+    # What they were told of the host may be of an earlier process there. Not as a "join": it would count as coming.
+    for name in orphans if has_host else ():
+        turn.ask(name, "stray", STRAY_S, Join(name))
     out = {name for name in turn.own if seen[name].state == "fenced"}
     if turn.rounds:  # one that has not found the others for long makes room
         out |= set(orphans) - voters

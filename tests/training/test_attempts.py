@@ -8,12 +8,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from nodekit.training import Stop, World, run_attempts
+from nodekit.training import Stop, World, run_attempts, world
 from nodekit.training.attempts import reform
 from nodekit.training.attempts.standby import get_ready
 from nodekit.training.options.arguments import parse
@@ -112,6 +113,92 @@ def test_what_was_kept_is_saved_where_this_process_ends_before_the_first_step(
         run_attempts(train)
     assert saved == [3] * is_held
     assert re.search(f"another rank is lost, and this rank ends: {why}", caplog.messages[-1])
+
+
+class Agent:
+    """What this process hears from its agent, one answer after the other; what it has said to it."""
+
+    def __init__(self, *answers: object, is_over: bool = False) -> None:
+        self.answers, self.is_over = list(answers), is_over
+        self.said: list[bool] = []
+
+    def say_waiting(self, *, has_paused: bool) -> None:
+        self.said.append(has_paused)
+
+    def next_attempt(self, _: float) -> Any:
+        return self.answers.pop(0)
+
+    def when(self, *_: object, **__: object) -> None:
+        pass
+
+    def ignore(self) -> None:
+        pass
+
+
+WorldOf = Callable[..., World]
+
+
+@pytest.fixture
+def world_of(monkeypatch: pytest.MonkeyPatch) -> WorldOf:
+    """A world of one rank that has an agent."""
+    monkeypatch.setattr(world, "messages_from", lambda agent: agent)
+    monkeypatch.setattr(reform, "_take_on", lambda _: None)
+    return lambda agent, **more: replace(World.from_env({}), agent_pipe=agent, **more)
+
+
+def test_what_is_kept_is_saved_once_where_the_next_attempt_is_waited_for_long(world_of: WorldOf) -> None:
+    """This host may be lost as well."""
+    saved: list[int] = []
+    kept = Kept({"x": 1}, (0, 3), lambda: not saved.append(3), has_paused=True)
+    stop: Any = SimpleNamespace(requested=False)
+    following = World.from_env({})
+    for answers, num_saved in ((["next"], 0), ([None, None, None, "next"], 1)):
+        agent = Agent(*answers)
+        assert reform.next_world(kept, world_of(agent), stop, lambda: following) is following
+        assert (len(saved), agent.said) == (num_saved, [not num_saved]), "only once it has paused for a node"
+
+
+def test_a_process_that_waits_with_a_step_and_is_to_stop_saves_it(world_of: WorldOf) -> None:
+    saved: list[int] = []
+    kept = Kept({"x": 1}, (0, 3), lambda: not saved.append(3))
+    stop: Any = SimpleNamespace(requested=True, exit_code=143)
+    attempts: list[World] = []
+
+    def attempt(world: World) -> Kept:
+        attempts.append(world)
+        return kept
+
+    first = world_of(Agent(None))
+    assert reform.run(first, stop, lambda: first, attempt, lambda _: True) == 143
+    assert (saved, len(attempts)) == ([3], 1)
+
+
+def test_an_attempt_that_is_over_before_it_is_joined_is_passed_over(world_of: WorldOf) -> None:
+    """Nobody would come to meet it. Groups are numbered from 0 in each, as those of new processes are."""
+    kept = Kept({"x": 1}, (0, 3), lambda: True)
+    open_ = world_of(Agent())
+    following = [world_of(Agent("the one after it", is_over=True)), open_]
+    joined: list[object] = []
+
+    def attempt(world: World) -> int | Kept:
+        joined.append(world.messages)
+        torch.distributed.distributed_c10d._world.group_count += 5
+        return 0 if world.messages is open_.messages else kept
+
+    stop: Any = SimpleNamespace(requested=False)
+    first = world_of(Agent("one"))
+    assert reform.run(first, stop, lambda: following.pop(0), attempt, lambda _: True) == 0
+    assert joined == [first.messages, open_.messages]
+    assert torch.distributed.distributed_c10d._world.group_count == 5
+    torch.distributed.distributed_c10d._world.group_count = 0
+
+
+def test_what_is_kept_is_saved_as_of_the_generation_that_this_process_was_told_of(world_of: WorldOf) -> None:
+    """Its own can commit nothing any more."""
+    entered: list[int] = []
+    kept = Kept({"x": 1}, (0, 3), lambda: True, enters=entered.append)
+    with Stop() as stop, reform.guarded(world_of(Agent(), kept=kept, generation=2), stop):
+        assert entered == [2]
 
 
 def test_the_search_for_garbage_after_an_attempt_goes_through_no_library() -> None:

@@ -273,6 +273,27 @@ def test_weights_that_cannot_be_written_do_not_end_the_training(
     assert read_facts(folder / "best")["step"] == 1
 
 
+def test_the_best_weights_that_could_not_be_written_are_at_the_end(tmp_path: Path) -> None:
+    model = Digits().model()
+    best = Best("accuracy", tmp_path / "output", World.from_env({}), Digits(), {"task": "digits"})
+    (tmp_path / "output").write_text("")  # in place of the folder
+    best.look({"accuracy": 0.5}, model.state_dict, step=1)
+    best.wait()
+    (tmp_path / "output").unlink()
+    best.write_last(model.state_dict(), step=9)
+    assert [read_facts(tmp_path / "output" / kind)["step"] for kind in ("best", "last")] == [1, 9]
+
+
+def test_what_was_the_best_by_another_measure_is_no_longer(tmp_path: Path) -> None:
+    model, world = Digits().model(), World.from_env({})
+    before = Best("loss", tmp_path / "before", world, Digits(), {"task": "digits"})
+    before.look({"loss": 2.0, "accuracy": 0.5}, model.state_dict, step=1)
+    before.wait()
+    after = Best("accuracy", tmp_path / "after", world, Digits(), {"task": "digits"})
+    after.load(before.state())
+    assert after.improved({"loss": 1.0, "accuracy": 0.6}) == "accuracy"
+
+
 def test_a_best_that_was_never_written_does_not_keep_the_next_one_from_being_written(tmp_path: Path) -> None:
     model, world = Digits().model(), World.from_env({})
 

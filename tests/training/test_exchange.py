@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from free_ports import free_port
 from test_training import finish, started
 
 from nodekit.training import Snapshots
+from nodekit.training.snapshots import exchange
 
 pytestmark = pytest.mark.slow
 
@@ -293,3 +295,57 @@ def test_who_gets_damaged_what_two_have_sent_ends_and_the_others_have_it(outcome
     )
     warned = "what rank 2 has sent from its memory arrived damaged (by its SHA-256)"
     assert [warned in each for each in output] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_node_that_can_write_nothing_takes_no_snapshot_that_arrives_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    """As where the disk of the rank that sends it cannot read a part of it."""
+    theirs = Snapshots(tmp_path / "theirs", generation=0)
+    manifest = theirs.save({"x": torch.ones(9)}, step=5)
+    assert manifest
+    data = bytearray((theirs.folder / manifest.payload).read_bytes())
+    data[len(data) // 2] ^= is_damaged
+    (tmp_path / "ours").write_text("in place of the folder")
+
+    def broadcast(*arguments: Any) -> None:
+        if receive := arguments[-1]:
+            receive(memoryview(data))
+
+    monkeypatch.setattr(exchange, "_broadcast", broadcast)
+    world: Any = SimpleNamespace(gather=lambda value: [value], is_first_on_node=True, node_rank=0)
+    found = exchange._everywhere(
+        Snapshots(tmp_path / "ours"), world, None, manifest, source=0, writes=True, is_mapped=False
+    )
+    assert found is None if is_damaged else found is not None and found.state["x"].eq(1).all()
+
+
+def test_what_cannot_be_loaded_by_all_is_passed_over_for_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for none at all: the training would begin anew."""
+    saved = Snapshots(tmp_path, generation=0)
+    for step in (5, 6):
+        assert saved.save({"x": torch.ones(9)}, step=step)
+
+    def everywhere(snapshots: Snapshots, world: Any, own: Any, manifest: Any, **_: Any) -> Any:
+        return own if manifest.step == 5 else None
+
+    monkeypatch.setattr(exchange, "_everywhere", everywhere)
+    monkeypatch.setattr(exchange, "_rest_of", lambda _, state, __: exchange.without_tensors(state))
+    world: Any = SimpleNamespace(gather=lambda value: [value], is_first_on_node=True, node_rank=0)
+    snapshots = Snapshots(tmp_path)
+    found = exchange._from_disks(snapshots, world, "", 3, None, writes=True, is_mapped=False)
+    assert found
+    assert found.manifest.step == 5
+    assert snapshots.generation == 3, "of the fence: with an older one it could save nothing"
+
+
+def test_where_no_fence_can_be_read_nobody_trains() -> None:
+    def said(fence: int | None) -> Any:
+        return exchange._Said(fence, "" if fence else "the fence in /s cannot be read", "", None, None, "")
+
+    assert exchange._newest_fence([said(None), said(2), said(1)]) == 2
+    with pytest.raises(OSError, match="may train is not known: the fence in /s cannot be read"):
+        exchange._newest_fence([said(None)] * 2)

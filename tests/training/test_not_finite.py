@@ -277,6 +277,24 @@ def test_a_batch_that_is_left_out_is_taken_by_no_rank(offsets: list[int]) -> Non
     assert ElasticSampler(10, batch_size=4).state_dict().keys() == {"seed", "epoch", "offset", "num_samples"}
 
 
+def test_the_batch_that_comes_next_is_passed_at_once_where_it_is_left_out() -> None:
+    """As in a rollback to the snapshot right before it: the state after a step points behind that step's batch."""
+    sampler = ElasticSampler(10, batch_size=4)
+    sampler.leave_out([(0, 0)])
+    assert sampler.offset == 4
+    sampler.advance()
+    assert sampler.offset == 8
+
+
+def test_a_batch_that_is_left_out_counts_where_batches_begin_elsewhere_now() -> None:
+    """One batch of 3 samples was done; batches are of 2 samples now, and begin at 3, 5, 7 and 9."""
+    before = ElasticSampler(10, batch_size=3)
+    before.advance()
+    after = ElasticSampler(10, batch_size=2)
+    after.load_state_dict({**before.state_dict(), "left_out": [[0, 5]]})
+    assert after.steps_left == len(list(after.micro_batches())) == 3
+
+
 BAD_SAMPLE = """
 import torch
 from nodekit.training.tasks.digits import Digits

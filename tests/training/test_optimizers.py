@@ -82,6 +82,14 @@ def test_a_state_of_another_model_is_refused_as_torch_refuses_it() -> None:
         load_state(trained(), {**state, "param_groups": state["param_groups"] * 2})
 
 
+def test_a_state_of_another_class_of_optimizer_is_refused_before_a_step_fails_by_it() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises(
+        ValueError, match="the saved optimizer has no betas, eps, so it is not the task's AdamW"
+    ):
+        load_state(torch.optim.AdamW(parameters), torch.optim.SGD(parameters, lr=0.1).state_dict())
+
+
 def mapped(folder: Path) -> bool:
     return str(folder) in Path("/proc/self/maps").read_text()
 

@@ -1,6 +1,8 @@
 """Sharded snapshots on nodes with folders of their own: what each keeps, loses, and is sent at a start."""
 
+import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -17,7 +19,7 @@ from test_training import started
 from nodekit.training import Snapshots, gather
 from nodekit.training.snapshots.files.found import NoneLoads
 from nodekit.training.snapshots.parts import keepers
-from nodekit.training.snapshots.peers import Transfer, _turns
+from nodekit.training.snapshots.peers import Transfer, _arriving, _turns
 
 pytestmark = pytest.mark.slow
 
@@ -287,7 +289,12 @@ def test_a_disk_that_fails_after_a_snapshot_counts_costs_none(base: Path, tmp_pa
 
 def test_a_disk_that_goes_on_failing_is_not_filled(base: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
+    (tmp_path / "meanwhile/disk").mkdir(parents=True)
     program = base.parent.parent / "program.py"
+    run(program, "save", tmp_path / "meanwhile", NODES, FAULT="disk", STEPS=5, HOSTS=1)
+    for number in range(3):
+        node = Snapshots(tmp_path / f"meanwhile/disk/node{number}")
+        assert [each.step for each in node.manifests()] == [5, 2, 1], "of those that failed the last alone"
     said, _ = run(program, "save", tmp_path, NODES, FAULT="disk", STEPS=6, HOSTS=1)
     saved = [True, True, False, False, False, True]
     assert [each["saved"] for each in said["disk"]] == [saved] * 4
@@ -384,6 +391,30 @@ def test_the_next_node_on_another_host_keeps_a_part(
     places: list[int], hosts: str, wanted: list[int | None]
 ) -> None:
     assert keepers(places, list(hosts)) == wanted
+
+
+def test_a_part_that_arrives_damaged_is_told_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its source could not read it, and has sent what was in memory."""
+    num_synced, fsync = [0], os.fsync
+
+    def sync(descriptor: int) -> None:
+        num_synced[0] += 1
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    transfer = Transfer("a", hashlib.sha256(b"good").hexdigest(), 4, 2, 0)
+    for data, problem in (
+        (b"evil", f"{tmp_path / 'parts/a'}: rank 2 has sent something else"),
+        (b"good", ""),
+    ):
+        problems: list[str] = []
+        with _arriving(tmp_path / "parts", transfer, problems, True) as file:
+            file.write(data)
+        assert "".join(problems).startswith(problem) if problem else not problems
+        assert [path.name for path in (tmp_path / "parts").iterdir()] == ([] if problem else ["a"])
+    assert num_synced == [2], "the file and its name"
 
 
 def test_no_ranks_wait_for_each_other_in_a_circle() -> None:

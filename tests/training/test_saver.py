@@ -267,6 +267,17 @@ def test_auto_saves_early_and_then_as_often_as_pays(
     assert loaded(tmp_path)["step"] == edges.step
 
 
+def test_the_last_step_is_saved_also_where_the_cost_of_the_one_before_is_told_with_it(
+    tmp_path: Path, clock: Clock
+) -> None:
+    edges = Edges(tmp_path, clock)
+    assert [edges.next(1.0, stall_s=0.25) for _ in range(3)] == [False, False, True]
+    edges.saver.snapshots.wait()
+    assert edges.next(1.0, is_last=True)
+    edges.saver.snapshots.wait()
+    assert [each.step for each in edges.saver.snapshots.manifests()] == [4, 3]
+
+
 def test_steps_that_were_asked_for_are_saved_whatever_is_under_way(tmp_path: Path, clock: Clock) -> None:
     edges = Edges(tmp_path, clock, every=2)
     assert [edges.next(1.0) for _ in range(6)] == [False, True] * 3

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -80,6 +81,15 @@ def test_only_the_newest_step_is_saved(tmp_path: Path, caplog: pytest.LogCapture
     allowing = Snapshots(tmp_path, generation=3, allow_nan=True)
     assert allowing.save_if_newest({"x": torch.tensor(torch.nan)}, step=9) is None
     assert "nan" in caplog.text
+
+
+def test_a_rank_whose_disk_is_full_does_not_take_its_step_for_saved(tmp_path: Path, alone: World) -> None:
+    """It may be in this memory alone: who asks waits longer for the others then."""
+    snapshots = Snapshots(tmp_path / "snapshots", generation=0)
+    assert emergency.save_alone(snapshots, alone, lambda: state(4), step=4)
+    shutil.rmtree(snapshots.folder)
+    snapshots.folder.write_text("in its place")
+    assert not emergency.save_alone(snapshots, alone, lambda: state(5), step=5)
 
 
 def test_two_ranks_that_save_at_once_leave_one_snapshot(tmp_path: Path) -> None:
@@ -235,6 +245,34 @@ def test_an_attempts_last_save_is_not_disturbed_by_the_next_attempt(
     assert later.save(state(5), step=5), "now it is over"
     assert [each.step for each in later.manifests()] == [5, 3]
     assert len(list(earlier.folder.iterdir())) == 4
+
+
+def test_what_others_have_sent_is_on_the_disk_before_it_is_committed(
+    alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what an earlier start has received, and a power failure could take: each file, and each name."""
+    theirs = ShardedSnapshots(Snapshots(tmp_path / "theirs", generation=0), alone)
+    manifest = theirs.save(state(4), step=4)
+    assert manifest
+    ours = Snapshots(tmp_path / "ours", generation=0)
+    shutil.copytree(theirs.folder / manifest.payload, ours.folder / manifest.payload)
+    synced: set[Path] = set()
+    fsync, replace = os.fsync, Path.replace
+
+    def sync(descriptor: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    def rename(path: Path, target: Path) -> Path:
+        if target.name == manifest.name:
+            payload = ours.folder / manifest.payload
+            assert {*payload.iterdir(), payload, ours.folder} <= synced
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", rename)
+    ours.adopt(manifest)
+    assert ours.manifests() == [manifest]
 
 
 @pytest.mark.usefixtures("locks")

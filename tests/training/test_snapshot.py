@@ -331,6 +331,22 @@ def test_what_gets_its_name_is_on_the_disk_before_and_the_name_after(
     ]
 
 
+def test_what_was_sent_and_is_not_what_was_announced_is_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = saved(tmp_path / "theirs", 4)
+    (manifest,) = theirs.manifests()
+    data = bytearray((theirs.folder / manifest.payload).read_bytes())
+    ours = Snapshots(tmp_path / "ours")
+    for is_whole in (False, True):
+        data[-1] ^= not is_whole
+        with ours.receiving(manifest) as file:
+            file.write(data)
+        data[-1] ^= not is_whole
+        assert ours.manifests() == ([manifest] if is_whole else [])
+    assert "what was sent has another SHA-256 than its manifest says" in caplog.text
+
+
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be read is tried again only once."""
@@ -466,6 +482,22 @@ def test_a_newer_one_that_was_of_no_use_keeps_no_step_from_being_saved(
     assert snapshots.save(state(130), step=130)
     assert [each.step for each in snapshots.manifests() if each.step < 200] == [130, 120], "two that are good"
     assert loaded_step(folder) == 130
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_could_not_be_read_stays_until_as_many_are_there_as_are_kept(
+    tmp_path: Path, fails: Fails
+) -> None:
+    saved(folder := tmp_path / "snapshots", 100, 200)
+    fails(".pt", errno.EIO, 99)
+    snapshots = Snapshots(folder)
+    with pytest.raises(NoneLoads):
+        snapshots.load()
+    fails(".pt", errno.EIO, 0)
+    assert snapshots.save(state(300), step=300)
+    assert [each.step for each in snapshots.manifests()] == [300, 200, 100]
+    assert snapshots.save(state(400), step=400)
+    assert [each.step for each in snapshots.manifests()] == [400, 300]
 
 
 def test_where_all_are_damaged_for_good_that_is_an_error_too(tmp_path: Path) -> None:

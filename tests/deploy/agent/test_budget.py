@@ -76,6 +76,30 @@ def test_a_hang_after_more_steps_than_ever_before_begins_the_count_anew() -> Non
         assert not budget.is_fruitless
 
 
+def test_what_fails_at_the_same_step_each_time_is_no_progress() -> None:
+    budget = Budget(3)
+    said = []
+    for _ in range(4):
+        budget.took_steps(100, seconds=600, ended_by="ValueError: boom")
+        said.append(budget.crashed(failure()))
+    assert said == [None, None, None, "4 crashes without progress"]
+
+
+def test_what_would_end_so_again_is_not_restarted_however_far_it_came() -> None:
+    budget = Budget(3)
+    budget.took_steps(100, seconds=600)
+    error = "python -m nodekit.training: the loss of step 101 is nan: training ends here (--on-nan stop)"
+    assert budget.crashed(failure(error)) == ""
+
+
+def test_what_was_killed_twice_without_a_word_did_not_fail_in_the_same_way() -> None:
+    """As by a kernel without memory: it says nothing of the command, and has all restarts."""
+    budget = Budget(3)
+    for _ in range(3):
+        budget.took_steps(None, seconds=20, ended_by="killed by SIGKILL")
+        assert budget.crashed(failure("", -9)) is None
+
+
 def test_of_what_tells_no_step_the_time_until_it_fell_silent_counts() -> None:
     budget = Budget(3)
     for _ in range(MAX_ATTEMPTS_WITHOUT_PROGRESS):
@@ -100,6 +124,16 @@ def test_what_tells_no_step_and_fails_at_the_same_place_again_and_again_is_given
         assert budget.crashed(failure()) is None
     budget.took_steps(None, seconds=600, ended_by="ValueError: boom")
     assert budget.crashed(failure()) == "4 crashes without progress"
+
+
+def test_a_node_that_is_lost_in_between_does_not_make_the_same_end_another() -> None:
+    budget = Budget(2)
+    said = []
+    for _ in range(3):
+        budget.took_steps(None, seconds=600, ended_by="ValueError: boom")
+        said.append(budget.crashed(failure()))
+        budget.took_steps(None, seconds=20)
+    assert said == [None, None, "3 crashes without progress"]
 
 
 def test_what_tells_no_step_and_hangs_at_the_same_place_again_and_again_is_given_up() -> None:

@@ -10,9 +10,11 @@ from nodekit.deploy.agent.ranks.failures import (
     blames_another,
     first_cause,
     how_it_ended,
+    is_cause,
     is_secondary,
     last_traceback,
     last_words,
+    never_starts,
 )
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 6, in <module>\n    f()\nValueError: boom'
@@ -20,6 +22,11 @@ GLOO = (
     'Traceback (most recent call last):\n  File "t.py", line 9, in <module>\n    dist.all_reduce(t)\n'
     "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
     "[10.0.0.1]:38275. This is typically caused by a remote worker crashing."
+)
+
+
+NETWORK = (
+    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error"
 )
 
 
@@ -46,6 +53,12 @@ def failure(rank: int, when: float, error: str, exitcode: int = 1) -> Failure:
         pytest.param([failure(0, 2.0, BOOM), failure(1, 1.0, BOOM)], 1, id="both raised: the earlier one"),
         pytest.param([failure(0, 2.0, GLOO), failure(1, 1.0, GLOO)], 1, id="only echoes: the earlier one"),
         pytest.param([failure(2, 1.0, BOOM)], 2, id="alone"),
+        pytest.param([failure(0, 1.0, NETWORK), failure(1, 2.0, BOOM)], 1, id="the network gives way"),
+        pytest.param([failure(0, 1.0, NETWORK), failure(1, 60.0, BOOM)], 0, id="not to what came much later"),
+        pytest.param([failure(0, 1.0, GLOO), failure(1, 60.0, "", -15)], 1, id="told to end by someone else"),
+        pytest.param(
+            [failure(0, 1.0, "lost: Broken pipe", -9), failure(1, 2.0, BOOM)], 0, id="words of before"
+        ),
     ],
 )
 def test_the_first_cause_is_nobodys_echo(failures: list[Failure], first: int) -> None:
@@ -66,6 +79,7 @@ def test_without_failures_there_is_no_cause() -> None:
         "RuntimeError: Gloo connectFullMesh failed with [/gloo/transport/tcp/pair.cc:144] no error\nBroken pipe",
         "torch.distributed.DistNetworkError: Connection reset by peer",
         "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation",
+        "RuntimeError: Application timeout caused pair closure",
     ],
 )
 def test_the_errors_of_those_who_lost_a_peer_are_echoes(message: str) -> None:
@@ -95,7 +109,28 @@ def test_who_waited_in_vain_is_charged_but_not_blamed() -> None:
     error = "torch.distributed.DistStoreError: wait timeout after 6000ms, keys: /default_pg/0//cpu//0/3"
     assert not is_secondary(error, 1)
     assert blames_another(failure(0, 0.0, error))
+    assert not is_cause(error, 1)
+    assert not is_cause("RuntimeError: Ranks 3 failed to pass monitoredBarrier in 6000 ms", 1)
     assert awaited([failure(0, 0.0, error)]) == (3,)
+    assert awaited([failure(0, 0.0, error), failure(3, 0.0, BOOM)]) == (), "it has failed itself"
+
+
+@pytest.mark.parametrize("exitcode", [-15, 143])
+def test_who_was_told_to_end_has_not_failed_by_itself(exitcode: int) -> None:
+    assert is_secondary("", exitcode)
+
+
+def test_an_error_that_ends_with_status_2_is_no_wrong_usage() -> None:
+    usage = "usage: train.py [-h]\ntrain.py: error: the following arguments are required: DATA"
+    assert never_starts(usage, 2)
+    assert not never_starts(f"{BOOM}\nusage: what the user's own error says", 2)
+
+
+def test_what_an_agent_wrote_down_counts_as_far_as_it_makes_sense_and_by_our_clock() -> None:
+    found = Failure.of(
+        "n0", {"rank": float("nan"), "exitcode": float("inf"), "when": 100.0}, clock_offset=30.0
+    )
+    assert (found.rank, found.exitcode, found.when) == (0, 1, 70.0)
 
 
 def test_before_an_aborts_own_words_what_was_said_last_is_kept() -> None:

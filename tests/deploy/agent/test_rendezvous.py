@@ -23,12 +23,13 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 
 from nodekit.deploy.agent.agent_wire import Wire
-from nodekit.deploy.agent.rendezvous import rendezvous, state
+from nodekit.deploy.agent.rendezvous import keepalive, rendezvous, state
 from nodekit.deploy.agent.rendezvous.formed import Formed
-from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer
+from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer, cut_connections
 from nodekit.deploy.agent.rendezvous.rendezvous import Rendezvous, StoreLost
 from nodekit.deploy.agent.rendezvous.signed_store import Forged, SignedBackend, SignedStore
 from nodekit.deploy.agent.spec import AgentSpec
+from nodekit.deploy.host import accept
 
 TOKEN = "the run's token"
 PATIENT = timedelta(seconds=60)
@@ -236,6 +237,17 @@ def test_who_are_all_there_do_not_wait_for_a_last_call(connect: Any, monkeypatch
     assert time.monotonic() - start < 60  # the first round has a last call of 100 s
 
 
+def test_the_first_round_waits_for_those_who_are_still_coming(connect: Any) -> None:
+    """Else it would be broken off at once, for them."""
+    nodes = [connect(rank, nodes=3, min_nodes=2) for rank in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(form_all, nodes)
+        time.sleep(1)  # so long they look again and again
+        assert not forming.done()
+        last = form_all([connect(2, nodes=3, min_nodes=2)])
+        assert [len(each.members) for each in (*forming.result(), *last)] == [3, 3, 3]
+
+
 def test_all_are_told_at_once_that_a_round_is_broken_or_a_node_lost(connect: Any) -> None:
     nodes = [connect(rank, nodes=3, min_nodes=2) for rank in range(3)]
     rung = [threading.Event() for _ in nodes]
@@ -249,6 +261,9 @@ def test_all_are_told_at_once_that_a_round_is_broken_or_a_node_lost(connect: Any
         assert not any(node.is_explained(number) for node in nodes)
         nodes[1 - teller].tell_broken(number, is_explained=True)
         until(lambda number=number: all(node.is_explained(number) for node in nodes))
+    nodes[0].tell_broken(0, is_explained=True)  # of an earlier round, by one that comes late
+    assert nodes[0].is_broken(1)
+    assert nodes[0].is_explained(1)
     for bell in rung:
         bell.clear()
     hang_up(nodes.pop(), others=nodes[0])
@@ -348,6 +363,100 @@ def test_after_a_false_alarm_a_node_is_given_more_time() -> None:
     # The last sign of life may have been a second before, and the kernel begins to count 0.4 s after the next one.
     assert user_timeout == 4600
     hub.close()
+
+
+def test_after_a_false_alarm_all_other_nodes_are_given_more_time_too() -> None:
+    server = KeepaliveServer("127.0.0.1", TOKEN, 1.0, 3, nothing)
+    options: dict[str, Any] = {"keep_alive_s": 1.0, "lost_after": 3, "on_lost": lambda: None}
+    other = Keepalive("127.0.0.1", server.port, TOKEN, "0.7", **options)
+    for _ in range(2):
+        Keepalive("127.0.0.1", server.port, TOKEN, "1.77", **options).close()
+        until(lambda: "1.77" in server.lost)
+    connection = server._connected["0.7"]
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 4600
+    other.close()
+    server.close()
+
+
+def test_a_node_that_calls_again_is_not_lost_when_its_first_connection_ends() -> None:
+    server = KeepaliveServer("127.0.0.1", TOKEN, 1.0, 3, nothing)
+    options: dict[str, Any] = {"keep_alive_s": 1.0, "lost_after": 3, "on_lost": lambda: None}
+    first, again = (Keepalive("127.0.0.1", server.port, TOKEN, "1.77", **options) for _ in range(2))
+    first.close()
+    assert first.lost.wait(20)
+    time.sleep(0.5)  # the server hears of it a moment later
+    assert (server.connected, server.lost) == ({"1.77"}, set())
+    again.close()
+    server.close()
+
+
+def test_what_ends_with_the_handshake_does_not_end_a_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its time, nor that of a node with pauses between its signs of life that are longer than that."""
+    for module in (accept, keepalive):
+        monkeypatch.setattr(module, "HANDSHAKE_S", 1.0)
+    server = KeepaliveServer("127.0.0.1", TOKEN, 10.0, 3, nothing)
+    options: dict[str, Any] = {"keep_alive_s": 10.0, "lost_after": 3, "on_lost": lambda: None}
+    node = Keepalive("127.0.0.1", server.port, TOKEN, "1.77", **options)
+    assert not node.lost.wait(2.5)
+    assert (server.connected, server.lost) == ({"1.77"}, set())
+    node.close()
+    server.close()
+
+
+def test_what_waits_for_a_host_that_is_gone_is_ended_before_that_is_told() -> None:
+    server = KeepaliveServer("127.0.0.1", TOKEN, 1.0, 3, nothing)
+    ended: list[bool] = []
+    options: dict[str, Any] = {"keep_alive_s": 1.0, "lost_after": 3}
+    nodes = [
+        Keepalive(
+            "127.0.0.1",
+            server.port,
+            TOKEN,
+            name,
+            on_lost=lambda: ended.append(nodes[1].lost.is_set()),
+            **options,
+        )
+        for name in ("1.77", "2.77")
+    ]
+    nodes[0].close()
+    assert nodes[0].lost.wait(20)
+    assert ended == [], "it has hung up itself"
+    server.close()
+    assert nodes[1].lost.wait(20)
+    assert ended == [False]
+
+
+def test_only_connections_to_the_place_that_is_gone_are_cut() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as gone,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.create_connection(gone.getsockname(), timeout=5) as cut,
+        socket.create_connection(other.getsockname(), timeout=5) as left,
+    ):
+        cut_connections(*gone.getsockname())
+        assert cut.recv(1) == b""
+        left.sendall(b"x")
+        with other.accept()[0] as end:
+            assert end.recv(1) == b"x"
+
+
+def test_what_several_threads_tell_at_once_arrives_whole() -> None:
+    """A frame that is cut in two by another one ends the connection, and its node would be taken for lost."""
+    heard: list[Any] = []
+    told: list[Any] = []
+    server = KeepaliveServer("127.0.0.1", TOKEN, 0.001, 3, nothing, heard.append)
+    node = Keepalive(
+        "127.0.0.1", server.port, TOKEN, "1.77",
+        keep_alive_s=0.001, lost_after=3000, on_lost=lambda: None, on_news=told.append,
+    )  # fmt: skip
+    until(lambda: server._wires)
+    tells: list[Callable[[Any], None]] = [node.tell, server.tell] * 2
+    with ThreadPoolExecutor(len(tells)) as pool:
+        list(pool.map(lambda tell: [tell({"broken": number}) for number in range(300)], tells))
+    until(lambda: len(heard) == 4 * 300 and len(told) == 2 * 300)
+    assert server.lost == set()
+    node.close()
+    server.close()
 
 
 def test_signs_of_life_are_sent_by_both_ends_and_are_no_news() -> None:

@@ -601,6 +601,63 @@ def test_what_changes_under_the_copy_is_discarded_and_copied_later(
 # --- deletions ----------------------------------------------------------------------------------------------
 
 
+def test_a_copy_is_on_the_disk_before_a_listing_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only a power failure would lose, on all nodes at once, the order of the calls shows."""
+    calls: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def sync(descriptor: int) -> None:
+        calls.append(
+            f"sync {'blobs' if Path(f'/proc/self/fd/{descriptor}').readlink().name == 'blobs' else 'file'}"
+        )
+        fsync(descriptor)
+
+    def rename(path: Path, target: Path) -> Path:
+        calls.append(f"rename to {target.name}")
+        return replace(path, target)
+
+    class Sends:
+        def ask(self, request: Any) -> dict[str, int]:
+            return {"size_bytes": 4}
+
+        def receive_bytes(self, size_bytes: int, file: Any) -> str:
+            file.write(b"good")
+            return sha256
+
+    sha256 = hashlib.sha256(b"good").hexdigest()
+    copies = Copies(tmp_path / "kept")
+    version = Version((0, 1), 1, sha256, "", 4)
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", rename)
+    copies.receive(Sends(), version)  # type: ignore[arg-type]
+    assert calls == ["sync file", f"rename to {sha256}"]
+    copies.keep(Listing("n1", (0, 1), {"a.pt": version}, 1))
+    assert calls[2:5] == ["sync blobs", "sync file", "rename to n1.json"]
+
+
+def test_a_copy_that_a_listing_which_cannot_be_read_may_name_is_not_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = Version((0, 1), 1, hashlib.sha256(b"good").hexdigest(), "", 4)
+    before = Copies(tmp_path / "kept")
+    (tmp_path / "kept/blobs" / version.sha256).write_bytes(b"good")
+    for node in ("n1", "n2"):
+        before.keep(Listing(node, (0, 1), {"a.pt": version}, 1))
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        if path.name == "n2.json":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    after = Copies(tmp_path / "kept")
+    after.keep(Listing("n1", (0, 1), {}, 2))
+    assert after.path_of(version.sha256)
+
+
 def test_pruning_is_followed_by_holders_and_by_everyone_at_the_next_start(
     cluster: Callable[..., Cluster],
 ) -> None:

@@ -34,8 +34,9 @@ from nodekit.deploy.connect.channel import (
 )
 from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.logs import hostfollow
-from nodekit.deploy.host.node import status
+from nodekit.deploy.host.node import agents, status
 from nodekit.deploy.host.node.fence import fence as set_fence
+from nodekit.deploy.host.node.fence import set_voters
 from nodekit.inventory.errors import HostError
 
 
@@ -539,6 +540,18 @@ def test_a_node_lets_in_no_generation_that_is_over(
     )
 
 
+def test_a_rendezvous_is_not_opened_twice_in_one_generation(channel: HostChannel, tmp_path: Path) -> None:
+    """Its other nodes may know the first one, and two groups could form."""
+    (tmp_path / "agent").write_text("#!/bin/sh\nexec cat\n")
+    (tmp_path / "agent").chmod(0o755)
+    node = {"node_dir": str(tmp_path / "node")}
+    channel.call("prestart", timeout_s=30, python=str(tmp_path / "agent"), kit_dir="/none", env={}, **node)
+    (tmp_path / "node/spec.json").write_text(json.dumps({"generation": 0, "is_host": True}))
+    with pytest.raises(RemoteError, match="the rendezvous of generation 0 was here and is lost"):
+        channel.call("start", timeout_s=30, spec={"generation": 0, "is_host": True}, **node)
+    assert channel.call("status", timeout_s=30, **node)["agent"] == ""
+
+
 @pytest.mark.parametrize("is_host", [False, True])
 def test_a_start_that_comes_late_over_a_lost_connection_makes_no_second_agent(
     channel: HostChannel, tmp_path: Path, is_host: bool
@@ -585,4 +598,14 @@ def test_what_must_outlive_a_power_failure_is_on_the_disk_before_it_is_in_place(
     set_fence(str(tmp_path), 1)
     one = ["sync file", "rename to fence", "sync folder"]
     assert calls == one * 2, "in the folder of the snapshots, and in the node's"
+    for name, writes in (
+        ("spec.json", lambda: agents._take_spec(str(tmp_path), {"generation": 1})),
+        (
+            "electorate.json",
+            lambda: set_voters(str(tmp_path), {"generation": 1, "version": 1, "nodes": ["a"]}),
+        ),
+    ):
+        calls.clear()
+        writes()
+        assert calls == ["sync file", f"rename to {name}", "sync folder"]
     assert (tmp_path / "fence").stat().st_mode & 0o777 == 0o600

@@ -64,6 +64,28 @@ def test_a_process_of_this_boot_is_not_a_worker_of_an_earlier_one(
     assert status.said(node_dir)["state"] == "stopped"
 
 
+def test_a_process_of_this_boot_is_not_an_agent_of_an_earlier_one(
+    tmp_path: Path, worker: subprocess.Popen[bytes]
+) -> None:
+    """It may have the agent's pid, and even its start time, which is counted from the boot on."""
+    process = {"pid": worker.pid, "start_time": processes.start_time(worker.pid)}
+    (tmp_path / "agent.json").write_text(json.dumps({**process, "boot_id": "an earlier one"}))
+    assert status.agent_alive(str(tmp_path)) is None
+    assert agents.stop(str(tmp_path), grace_s=1.0, force=True) == {"was": "not running", "killed": False}
+    assert worker.poll() is None
+
+
+def test_how_an_agent_has_ended_stays_where_it_is_told_to_stop(
+    tmp_path: Path, worker: subprocess.Popen[bytes]
+) -> None:
+    node_dir = node_of(tmp_path, worker, boot_id=processes.boot_id())
+    current_status.of(node_dir).write(
+        {**status.said(node_dir), "time": 2.0, "state": "succeeded", "workers": []}
+    )
+    agents.stop(node_dir, grace_s=1.0)
+    assert status.said(node_dir)["state"] == "succeeded"
+
+
 def test_of_requests_that_come_at_once_the_older_never_comes_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,3 +133,30 @@ def test_a_late_fence_does_not_lower_that_of_a_shared_folder(tmp_path: Path, is_
     fence.fence(nodes[1], 4)
     assert status.fence_in(str(shared)) == (4 if is_damaged else 5)
     assert [status.fence_in(node_dir) for node_dir in nodes] == [5, 4]
+
+
+def test_voters_of_another_generation_are_not_written_down(tmp_path: Path) -> None:
+    fence.fence(str(tmp_path), 1)
+    files.write_private(str(tmp_path / "spec.json"), json.dumps({"generation": 1}).encode())
+    for generation in (0, 2):
+        fence.set_voters(str(tmp_path), {"generation": generation, "version": 1, "nodes": ["n0"]})
+        assert files.load(str(tmp_path / "electorate.json")) is None
+    fence.set_voters(str(tmp_path), {"generation": 1, "version": 1, "nodes": ["n0"]})
+    assert files.load(str(tmp_path / "electorate.json"))["version"] == 1
+
+
+def test_a_node_that_was_fenced_before_it_knew_where_snapshots_are_fences_them_as_it_enters(
+    tmp_path: Path,
+) -> None:
+    node_dir, shared = str(tmp_path / "n0"), tmp_path / "shared"
+    fence.fence(node_dir, 1)
+    env = {"NODEKIT_SNAPSHOT_DIR": str(shared), "NODEKIT_SNAPSHOT_SHARED": "1"}
+    fence.enter(node_dir, {"generation": -1}, {"generation": 1, "env": env}, called_off=-1)
+    assert status.fence_in(str(shared)) == 1
+
+
+def test_a_shared_folder_is_not_made_in_place_of_a_mount_that_is_missing(tmp_path: Path) -> None:
+    """What ranks saved there would lie on this host's own disk, and be hidden by the mount later."""
+    with pytest.raises(OSError, match=r"mnt \(snapshots.shared\) is not there"):
+        fence.make_snapshot_folder(str(tmp_path / "mnt" / "run"), is_shared=True)
+    assert list(tmp_path.iterdir()) == []

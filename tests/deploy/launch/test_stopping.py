@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,43 @@ def test_a_start_that_the_user_breaks_off_has_not_failed(
     assert run.cause == (
         {"name": "did-not-start", "what": "no room", "cure": "make some"} if end[0] == "failed" else {}
     )
+
+
+def test_a_start_that_somebody_has_stopped_is_said_to_be_stopped_by_them(nodes: Nodes) -> None:
+    nodes.answers["stop"] = lambda *_: STOPPED
+    nodes.run.say_stop("kit down on laptop")
+    assert stopping.undo(nodes.client, KeyboardInterrupt(), Interrupts(), print)
+    assert find("lab-1").verdict == "stopped by kit down on laptop"
+
+
+def test_a_run_in_slurms_hands_is_over_also_where_a_node_was_not_told(nodes: Nodes) -> None:
+    """Slurm ends what it has started."""
+    with nodes.run.changing():
+        nodes.run.is_placed = True
+    stopping.record_end(nodes.run, ["a", "b"], nodes.run.finish_stopped, print)
+    assert find("lab-1").state == "stopped"
+
+
+def test_nobody_goes_on_who_had_no_go_in_this_start(nodes: Nodes) -> None:
+    with nodes.run.changing():
+        nodes.run.generation = 1  # what is known of the voters is of the one before
+    stopping.record_end(nodes.run, ["a", "b"], nodes.run.finish_stopped, print)
+    assert find("lab-1").state == "stopped"
+
+
+def test_a_second_ctrl_c_kills_what_does_not_stop() -> None:
+    interrupts, told, is_killed = Interrupts(), list[str](), threading.Event()
+
+    def stop_all(*, force: bool) -> dict[str, Any]:
+        if not force:
+            interrupts.again = True  # it comes while this is under way
+            assert is_killed.wait(30)
+            return {}
+        is_killed.set()
+        return {"a": {"was": "running", "killed": True}}
+
+    assert stopping.stop(stop_all, interrupts, told.append)["a"]["killed"]
+    assert told == ["killing it"]
 
 
 def test_a_stopped_run_goes_on_by_the_command_it_was_started_with(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from kit_runs import Kit, run_id
 
 from nodekit.deploy.commands import cli
 from nodekit.deploy.connect.channel import HostChannel
+from nodekit.deploy.host.node import removal
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.records.runs import Run
@@ -155,6 +157,15 @@ def test_links_are_not_followed(site: Site, tmp_path: Path) -> None:
     assert (precious / "data").exists()
 
 
+def test_a_link_among_the_nodes_is_no_node(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "theirs/snapshots").mkdir(parents=True)
+    (tmp_path / "theirs/thesis.tex").write_text("")
+    (site.place / "c").symlink_to(tmp_path / "theirs")
+    assert cli.main(["rm", ID, "--yes", "--keep-snapshots"]) == 0
+    assert (tmp_path / "theirs/thesis.tex").exists()
+    assert not (site.place / "c").is_symlink()
+
+
 def test_what_is_not_this_runs_stays(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused() -> str:
         before = site.rest()
@@ -184,6 +195,46 @@ def test_a_removal_that_was_broken_off_goes_on(site: Site) -> None:
 
     assert cli.main(["rm", ID, "--yes"]) == 0
     assert (list((site.work / "runs").iterdir()), site.is_on_record) == ([], False)
+
+
+def test_wherever_a_removal_is_broken_off_no_half_of_a_run_is_left_and_it_is_known_whose_the_rest_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, shared=True)
+    rmtree, breaks_at = shutil.rmtree, site.snapshots
+
+    def breaks(path: str, **more: Any) -> None:
+        if Path(path) == breaks_at.with_name(f".removing-{ID}"):
+            raise KeyboardInterrupt
+        rmtree(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", breaks)
+    for breaks_at in (site.snapshots, site.place):  # `breaks` has it
+        assert site.place.exists()
+        with pytest.raises(KeyboardInterrupt):
+            removal.remove(str(site.place), ID, ["a", "b"], str(site.snapshots), False, lambda _: None)
+        assert not breaks_at.exists()
+    monkeypatch.undo()
+    removal.remove(str(site.place), ID, ["a", "b"], str(site.snapshots), False, lambda _: None)
+    assert [*site.place.parent.iterdir(), *site.snapshots.parent.iterdir()] == []
+
+
+def test_what_has_begun_to_run_since_it_was_looked_for_is_not_removed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = site.rest()
+    monkeypatch.setattr(removal, "_alive", lambda *_: ["its agent on a runs (pid 1)"])
+    with pytest.raises(RuntimeError, match="its agent on a runs"):
+        removal.remove(str(site.place), ID, ["a", "b"], "", False, lambda _: None)
+    assert site.rest() == before
+
+
+def test_a_folder_of_snapshots_that_other_runs_have_too_is_never_a_runs_own(tmp_path: Path) -> None:
+    site = Site(tmp_path, shared=True)
+    spec = {"run_id": ID, "env": {"NODEKIT_SNAPSHOT_DIR": str(site.snapshots.parent)}}
+    (site.place / "a/spec.json").write_text(json.dumps(spec))
+    found = removal.list_run(str(site.place), ID, ["a", "b"], str(site.snapshots.parent), lambda _: None)
+    assert found["problem"] == f"the snapshots in {site.snapshots.parent} are not this run's alone"
 
 
 def test_shared_snapshots_go_only_where_they_are_the_runs(

@@ -112,6 +112,12 @@ def test_of_two_that_drain_at_once_none_is_forgotten_and_enough_nodes_stay(
     for thread in threads:
         thread.join()
     assert len(run.drained) == 1
+    threads = [threading.Thread(target=exclude, args=(run, name, "GPU 3: Xid 79")) for name in ("a", "d")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {"a", "d"} < run.drained
     assert sorted("leaves the job" in text for text in said) == [False, True]
 
 
@@ -146,3 +152,14 @@ def test_a_node_that_makes_the_others_wait_is_drained_once_where_its_host_is_the
     ask(run, RULES, "c", undo=True)
     rules = RULES
     assert said("c") == [], "the user wants it in"
+
+
+def test_a_slow_node_that_the_user_has_drained_and_taken_back_stays() -> None:
+    run = Run(run_id="r", name="r", inventory_path="x", inventory={}, command=None, created=0.0)
+    run.save()
+    nodes = SlowNodes()
+    slow: Slow = {"node": "c", "cause": "cpu", "of_host": True}
+    statuses: dict[str, NodeStatus] = {"a": {"alive": True, "state": "running", "slow": slow}}
+    assert list(nodes.drain(run, dataclasses.replace(RULES, drained=frozenset("c")), {}, absent=())) == []
+    assert list(nodes.drain(run, RULES, statuses, absent=())) == []
+    assert run.drained == frozenset()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -102,6 +102,7 @@ def test_a_start_is_asked_for_again_after_a_minute_only() -> None:
     story = Story()
     assert len(story.sees(59)) == 4
     assert len(story.sees(5)) == 4
+    assert all(len(known.failures) == 1 for name, known in story.state.known.items() if name in FOUR)
 
 
 def test_nothing_is_done_while_all_train() -> None:
@@ -124,6 +125,7 @@ def test_a_spare_comes_in_for_a_node_its_peers_train_without() -> None:
     story = Story().all_run()
     three = {name: running("a", "b", "d") for name in "abd"}
     assert story.sees(c=lost(story.seen["c"]), **three) == [Start("e", is_new=True)]
+    assert len(story.state.known["c"].failures) == 1
 
 
 def test_one_that_was_called_in_and_is_lost_is_not_called_again_while_as_many_train_as_may() -> None:
@@ -134,6 +136,12 @@ def test_one_that_was_called_in_and_is_lost_is_not_called_again_while_as_many_tr
     four = {name: running(*FOUR) for name in FOUR}
     assert story.sees(1, e=agent("rendezvous"), **four) == []
     assert story.sees(30, e=ended("rendezvous"), **four) == []
+
+
+def test_a_spare_comes_in_for_one_that_does_not_find_the_others_and_has_no_vote() -> None:
+    story = Story(nodes=("a", "b", "c"))
+    three = {name: running("a", "b", "c") for name in "abc"}
+    assert Start("e", is_new=True) in story.sees(600, d=agent("orphaned"), **three)
 
 
 def test_all_that_trained_when_they_were_seen_are_counted_while_out_of_sight() -> None:
@@ -178,6 +186,7 @@ def test_without_its_host_a_generation_is_fenced_and_the_next_begins_on_the_surv
     assert {Join("b"), Join("c"), Join("d")} <= set(done)
     assert (story.state.generation, story.state.host, story.state.port) == (1, "b", 1)
     assert story.state.voters == Voters(1, 0, ("b", "c", "d"))
+    assert not story.state.has_trained
 
 
 def test_a_fence_counts_only_once_the_workers_are_gone() -> None:
@@ -229,14 +238,74 @@ def test_those_in_sight_are_not_fenced_while_the_others_may_train() -> None:
     assert [type(action) for action in done] == [Notice]
 
 
+def test_nobody_is_fenced_while_too_few_are_left_for_the_next_generation() -> None:
+    """They could not come back into this one by themselves."""
+    story = Story(Rules(nodes=FOUR, min_nodes=3, max_nodes=4)).all_run()
+    assert story.sees(30, a=UNSEEN, b=UNSEEN, **orphans("c", "d")) == []
+    assert story.sees(1, b=agent("orphaned")) == [Fence(name, 1) for name in "bcd"]
+
+
+def test_nobody_is_fenced_any_more_once_those_who_went_out_of_sight_may_train() -> None:
+    story = Story().all_run()
+    story.sees(0.2, a=UNSEEN, **orphans("b", "c", "d"))
+    assert story.state.next_generation == 1
+    story.seen.update({name: lost(running(*FOUR)) for name in "bcd"})
+    assert not [action for action in story.sees(60, a=agent("orphaned")) if isinstance(action, Fence)]
+
+
+def test_a_voter_that_is_still_being_fenced_is_waited_for_a_moment() -> None:
+    story = Story().all_run()
+    story.sees(0.2, a=UNSEEN, **orphans("b", "c", "d"))
+    story.sees(0.2, **fenced("b", "c", generation=0, fence=1))
+    assert story.state.generation == 0
+    story.sees(0.2, **fenced("d", generation=0, fence=1))
+    assert story.state.voters == Voters(1, 0, ("b", "c", "d"))
+
+
+def test_a_generation_begins_with_no_fewer_nodes_than_the_job_needs() -> None:
+    story = Story(Rules(nodes=("a", "b", "c"), min_nodes=2, max_nodes=3), nodes=("a", "b", "c"))
+    story.all_run(("a", "b", "c"))
+    story.sees(0.2, a=UNSEEN, **orphans("b", "c"))
+    both = fenced("b", "c", generation=0, fence=1)
+    story.sees(5, b=both["b"], c=lost(both["c"]))
+    assert story.state.generation == 0
+    story.sees(1, **both)
+    assert story.state.voters == Voters(1, 0, ("b", "c"))
+
+
+def test_no_more_nodes_vote_than_may_train() -> None:
+    story = Story(Rules(nodes=NODES, min_nodes=1, max_nodes=2), nodes=("a", "b")).all_run(("a", "b"))
+    story.sees(1, a=ended(), **orphans("b", "c", "d"))
+    story.sees(2, a=ended(fence=1), **fenced("b", "c", "d", generation=0, fence=1))
+    assert story.state.generation == 1
+    assert len(story.state.voters.nodes) == 2
+
+
+def test_where_nobody_has_met_the_next_rendezvous_is_on_another_host() -> None:
+    story = Story().all_run()
+    story.sees(62, **{name: agent("rendezvous") for name in FOUR})
+    story.sees(2, **fenced(*FOUR, generation=0, fence=1))
+    assert (story.state.generation, story.state.host) == (1, "b")
+
+
 def test_a_fencing_is_called_off_when_the_generation_trains_after_all() -> None:
     story = Story().all_run()
     story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
     three = {name: running("a", "b", "c") for name in "abc"}
     assert story.sees(d=fenced("d", generation=0, fence=1)["d"], **three) == [Join("d")]
     assert (story.state.next_generation, story.state.called_off) == (None, 1)
+    assert Join("d") in story.sees(6), "its fence is of this supervisor's own"
     story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
     assert story.state.next_generation == 2
+
+
+def test_how_long_nodes_have_not_met_is_counted_anew_after_none_was_in_sight() -> None:
+    story = Story().all_run()
+    waiting = {name: agent("rendezvous") for name in FOUR}
+    story.sees(50, **waiting)
+    story.sees(600, **dict.fromkeys(NODES, UNSEEN))
+    assert not [action for action in story.sees(30, **waiting) if isinstance(action, Fence)]
+    assert Fence("a", 1) in story.sees(40)
 
 
 def test_a_host_that_could_not_be_started_is_waited_for_and_then_another_takes_its_place() -> None:
@@ -247,10 +316,28 @@ def test_a_host_that_could_not_be_started_is_waited_for_and_then_another_takes_i
     assert story.state.next_generation == 1
 
 
+def test_the_others_are_started_once_it_is_known_where_the_rendezvous_is() -> None:
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR)).all_run()
+    story.sees(1, **{name: ended() for name in FOUR})
+    assert story.sees(5, **{name: ended(fence=1) for name in FOUR}) == [Start("b")]
+    assert (story.state.generation, story.state.host, story.state.port) == (1, "b", 0)
+    young = agent("starting", generation=1, name="new", port=0)
+    assert story.sees(5, b=young) == []
+    assert story.sees(1, b=dataclasses.replace(young, port=7)) == [Start(name) for name in "acd"]
+    assert story.state.port == 7
+
+
 def test_a_round_without_a_majority_becomes_the_next_generation() -> None:
     story = Story().all_run()
     two = {name: agent("rendezvous", blocked=True, members=("a", "b")) for name in "ab"}
     done = story.sees(3, c=UNSEEN, d=UNSEEN, **two)
+    assert {Fence("a", 1), Fence("b", 1)} <= set(done)
+
+
+def test_later_a_round_without_a_majority_waits_for_nobody() -> None:
+    story = Story().all_run()
+    two = {name: agent("rendezvous", blocked=True, members=("a", "b")) for name in "ab"}
+    done = story.sees(3, c=ended(), d=UNSEEN, **two)
     assert {Fence("a", 1), Fence("b", 1)} <= set(done)
 
 
@@ -279,10 +366,19 @@ def test_below_the_fewest_nodes_it_waits_and_gives_up_in_the_end() -> None:
 
 
 def test_it_never_gives_up_while_those_out_of_sight_may_be_training() -> None:
-    story = Story().all_run()
+    story = Story(rules=dataclasses.replace(RULES, wait_s=600)).all_run()
     story.seen.update({name: lost(story.seen[name]) for name in "abc"})
     done = story.sees(900, d=agent("orphaned"))
     assert not [action for action in done if isinstance(action, Finish | Fence | Stop)]
+
+
+def test_those_out_of_sight_that_were_fenced_before_do_not_go_on_and_are_not_waited_for() -> None:
+    story = Story(rules=dataclasses.replace(RULES, min_nodes=3, wait_s=600)).all_run()
+    story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
+    assert story.state.next_generation == 1
+    story.seen.update({name: lost(each) for name, each in fenced("b", "c", generation=0, fence=1).items()})
+    done = story.sees(1300, **fenced("d", generation=0, fence=1))
+    assert Finish("failed", "waited 600 s for enough nodes", TOO_FEW_NODES) in done
 
 
 def test_a_node_that_is_lost_again_and_again_is_left_out_for_longer_each_time() -> None:
@@ -297,6 +393,48 @@ def test_a_node_that_is_lost_again_and_again_is_left_out_for_longer_each_time() 
         pauses.append(story.now - before)
         story.sees(2, **{name: running(*FOUR, name=str(number + 1)) for name in FOUR})
     assert pauses == pytest.approx([0, 0, 10, 20, 40, 80], abs=1)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        pytest.param(lambda number: ended(name=f"c{number}"), id="its agent ends before it is seen"),
+        pytest.param(
+            lambda number: ended(name="c", problem=f"disk full ({number})"), id="it cannot be started"
+        ),
+    ],
+)
+def test_a_node_whose_starts_come_to_nothing_is_left_out_for_longer_each_time(
+    again: Callable[[int], Observation],
+) -> None:
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR)).all_run()
+    assert Start("c") in story.sees(c=ended(name="c"), **{name: running("a", "b", "d") for name in "abd"})
+    pauses = []
+    for number in range(4):
+        before = story.now
+        done = story.sees(c=again(number))
+        while Start("c") not in done:
+            done = story.sees()
+            assert story.now - before < 700
+        pauses.append(story.now - before)
+    assert pauses == pytest.approx([0, 10, 20, 40], abs=1)
+
+
+def test_losses_are_forgiven_after_a_while_in_which_all_was_well() -> None:
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR)).all_run()
+    for number in range(4):
+        three = {name: running("a", "b", "d") for name in "abd"}
+        assert Start("c") in story.sees(c=ended(name=str(number)), **three), "it is not left out"
+        story.sees(700, **{name: running(*FOUR, name=str(number + 1)) for name in FOUR})
+
+
+def test_who_was_asked_and_went_out_of_sight_is_asked_again_when_it_is_back() -> None:
+    story = Story().all_run()
+    three = {name: running("a", "b", "d") for name in "abd"}
+    drain(story, "e")
+    assert story.sees(c=ended(), **three) == [Start("c")]
+    assert story.sees(1, c=lost(ended())) == []
+    assert story.sees(1, c=ended()) == [Start("c")]
 
 
 def test_the_voters_are_reduced_to_those_who_train_on_and_extended_again() -> None:
@@ -314,6 +452,24 @@ def test_the_voters_are_reduced_to_those_who_train_on_and_extended_again() -> No
     larger = Voters(0, 2, FOUR)
     done = story.sees(7, **{name: running(*FOUR, voters=smaller) for name in FOUR})
     assert done == [SetVoters(name, larger) for name in FOUR]
+
+
+def test_fewer_voters_count_only_once_most_of_them_hold_what_was_committed() -> None:
+    """Else those who lack it could go on without, though it was with a majority of the old voters."""
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR)).all_run()
+    smaller = Voters(0, 1, ("a", "b", "c"))
+    three = {name: running("a", "b", "c", held=(0, 90)) for name in "abc"}
+    assert story.sees(6, d=UNSEEN, **three) == [SetVoters(name, smaller) for name in "abc"]
+    three = {name: dataclasses.replace(each, voters=smaller) for name, each in three.items()}
+    story.sees(5, **{**three, "a": dataclasses.replace(three["a"], held=(0, 100))})
+    assert story.state.voters.version == 0
+    story.sees(5, b=dataclasses.replace(three["b"], held=(0, 100)))
+    assert story.state.voters == smaller
+
+
+def test_while_nodes_name_different_rounds_the_voters_stay() -> None:
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR)).all_run()
+    assert story.sees(30, a=running("a", "b", "c"), b=running("a", "b", "d"), c=UNSEEN, d=UNSEEN) == []
 
 
 def test_a_newcomer_has_no_vote_before_it_holds_what_the_others_do() -> None:
@@ -352,6 +508,7 @@ def test_a_fence_on_a_lost_disk_proves_nothing() -> None:
     assert story.state.generation == 0  # a, and what b has forgotten, may have gone further than c
     story.sees(5, a=Observation(fence=1, held=(0, 120)))
     assert (story.state.generation, story.state.host) == (1, "a")
+    assert story.state.forgot == frozenset(), "of this generation it has promised what it holds"
 
 
 @pytest.mark.parametrize(
@@ -396,6 +553,13 @@ def test_how_an_older_generation_ended_says_nothing() -> None:
     assert story.sees(d=ended("stopped", generation=2)) == [Start("d")]
 
 
+def test_who_still_trains_in_a_generation_that_is_over_is_stopped_when_the_job_has_succeeded() -> None:
+    story = Story()
+    story.state = dataclasses.replace(story.state, generation=1, voters=Voters(1, 0, ("a", "b", "c")))
+    story.seen.update({name: ended("succeeded", generation=1) for name in "abc"})
+    assert story.sees(10, d=running(*FOUR)) == [Stop("d")]
+
+
 def test_the_end_names_who_cannot_be_reached() -> None:
     story = Story(rules=Rules(nodes=("a", "b"), min_nodes=1, max_nodes=2), nodes=("a", "b"))
     story.all_run(("a", "b"))
@@ -412,6 +576,9 @@ def test_a_run_is_not_over_where_nodes_out_of_reach_may_be_training_together() -
     few = {name: lost(running(*FOUR)) for name in "cd"}
     (finish,) = story.sees(a=ended("failed"), b=ended("stopped"), **few)
     assert (finish.outcome, finish.may_go_on) == ("failed", ())  # type: ignore[union-attr]
+    story = Story(rules=dataclasses.replace(RULES, min_nodes=2)).all_run()
+    (finish,) = story.sees(a=ended("succeeded"), **{name: lost(running(*FOUR)) for name in "bcd"})
+    assert (finish.outcome, finish.may_go_on) == ("succeeded", ()), "all ranks have ended"  # type: ignore[union-attr]
 
 
 def starts_the_lost_rendezvous_host_again() -> Story:
@@ -442,6 +609,12 @@ def test_a_generation_of_another_supervisor_is_left_alone() -> None:
     done = story.all(600, **theirs)
     assert done == [Notice("generation 7 was begun by another kit up; this one leaves it alone")]
     assert story.sees(**{name: ended("succeeded", generation=7) for name in FOUR}) == [Finish("succeeded")]
+
+
+def test_nodes_that_another_supervisor_has_fenced_are_left_alone() -> None:
+    story = Story().all_run()
+    done = story.all(600, **{name: agent("fenced", fence=1) for name in FOUR})
+    assert done == [Notice("generation 1 was begun by another kit up; this one leaves it alone")]
 
 
 def taken_over(story: Story) -> Story:
@@ -557,6 +730,16 @@ def test_a_lost_host_is_fenced_at_once_when_all_who_are_left_know_it() -> None:
 def test_a_node_that_the_job_needs_is_not_drained_before_another_is_there() -> None:
     story = Story(Rules(nodes=("a", "b"), min_nodes=2, max_nodes=2), nodes=("a", "b")).all_run(("a", "b"))
     assert drain(story, "b").all(60) == [Notice("b is not drained yet: 1 of at least 2 nodes are left")]
+
+
+def test_who_is_left_out_for_a_while_does_not_count_as_one_that_can_come() -> None:
+    rules = Rules(nodes=("a", "b", "c"), min_nodes=2, max_nodes=3)
+    story = Story(rules, nodes=("a", "b", "c")).all_run(("a", "b", "c"))
+    failures = (story.state.elapsed_s,) * 6
+    known = {**story.state.known, "c": dataclasses.replace(story.state.known["c"], failures=failures)}
+    story.state = dataclasses.replace(story.state, known=known)
+    done = drain(story, "b").all(5, c=ended(), **{name: running("a", "b") for name in "ab"})
+    assert not [action for action in done if isinstance(action, Drain)]
 
 
 def test_a_job_that_is_short_of_nodes_says_that_some_are_drained() -> None:
