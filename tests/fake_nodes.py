@@ -81,7 +81,9 @@ class Nodes:
         self.loses_channels = False
         self.are_gone = False
         file = folder / "lab.yaml"
-        file.write_text("network: 10.0.0.0/24\nnodes: 1:4\nhosts: {a: , b: , c: , d: }\njob: {code: .}\n")
+        # By addresses: a name server would be asked for names.
+        hosts = ", ".join(f"{name}: {{address: 198.18.0.{number}}}" for number, name in enumerate(NAMES, 1))
+        file.write_text(f"network: 10.0.0.0/24\nnodes: 1:4\nhosts: {{{hosts}}}\njob: {{code: .}}\n")
         self.inventory = load_inventory(file)
 
         def gather(channels: dict[str, FakeChannel], *_: object, **__: object) -> dict[str, Facts]:
