@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, all_or_raise, on_all
+from nodekit.deploy.host.files import make_private
 from nodekit.deploy.host.node import agents
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.plan import check, plan, script
@@ -28,6 +30,7 @@ GRACE_S = 30.0
 EVENTS_TIMEOUT_S = 5.0  # they are for people to read, and worth no long wait
 SYNC_TIMEOUT_S = 3600.0
 STOP_MARGIN_S = 10.0
+_OWN_FOLDERS = "/code/\n/envs/\n/kit/\n/runs/\n/bench-*\n"  # of kit, in a workdir
 
 
 class BrokenHost(HostError):
@@ -344,20 +347,30 @@ def list_code(inventory: Inventory, command: list[str] | tuple[str, ...] | None)
     code = Path(inventory.job.code).expanduser()
     if not code.is_dir():
         raise KitError(f"job.code: {code.resolve()} is no folder")
-    _refuse_workdir_inside(code.resolve(), inventory)
+    _leave_out_workdir(code.resolve(), inventory)
     script.find(inventory, command)
     return sync.list_code(code)
 
 
-def _refuse_workdir_inside(code: Path, inventory: Inventory) -> None:
-    """Raise KitError where a node of this machine has its folder in the code: each start would send all before it."""
+def _leave_out_workdir(code: Path, inventory: Inventory) -> None:
+    """Where a node of this machine has its folder in the code, leave that out: each start would send all before it.
+
+    Raises:
+        KitError: that is for the user to do.
+    """
     for host in inventory.hosts:
         workdir = Path(os.path.expanduser(host.workdir)).resolve()  # noqa: PTH111  # raises for no user
         if host.connection != "local" or not workdir.is_relative_to(code):
             continue
-        inside = (workdir.relative_to(code) / "runs/any").as_posix()
-        if why_left_out(code, inside) is None:
-            raise KitError(
-                f"{host.name}: `workdir: {host.workdir}` is in {code}, the folder that is sent",
-                cure=f"set another one, or leave it out by a line in {code / IGNORE_FILE}",
-            )
+        if why_left_out(code, (workdir.relative_to(code) / "runs/any").as_posix()) is not None:
+            continue
+        own = workdir / IGNORE_FILE
+        with contextlib.suppress(OSError):
+            if workdir != code and not own.exists():
+                make_private(str(workdir))
+                own.write_text(_OWN_FOLDERS, encoding="utf-8")
+                continue
+        raise KitError(
+            f"{host.name}: `workdir: {host.workdir}` is in {code}, the folder that is sent",
+            cure=f"set another one, or leave it out by a line in {code / IGNORE_FILE}",
+        )

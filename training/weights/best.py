@@ -90,7 +90,9 @@ class Best:
         own = None
         if self._world.is_first_on_node:
             with suppress(TrainingError):
-                own = dict(read_facts(self._folder / "best").get("means") or {}).get(self._measure)
+                means = read_facts(self._folder / "best").get("means")
+                value = means.get(self._measure) if isinstance(means, dict) else None
+                own = value if isinstance(value, float | int) else None
         found = self._world.gather(own) if self._world.world_size > 1 else [own]
         written = None
         for each in found:

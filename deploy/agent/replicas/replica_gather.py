@@ -269,6 +269,8 @@ class Gather:
         for name in aside:
             try:
                 self._files.remove(name, into)
+            except commit.NOT_FOUND:
+                pass  # somebody else has taken it away
             except PermissionError as error:
                 if name in mine:
                     raise
@@ -369,6 +371,8 @@ class Gather:
                 except (ConnectionError, TimeoutError, ValueError) as error:
                     self._give_up(node, error)
                     draft.unlink(missing_ok=True)
+                    if isinstance(error, TimeoutError):  # its disk may hang: then so would each further file
+                        self.gathered.gone.append(node)
                     continue
                 if found == version.sha256:
                     return True

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from nodekit.deploy.supervise.state import Rules, State
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.sync import Target
 from nodekit.inventory.errors import HostError, KitError, NotWritten
+from nodekit.inventory.load import load_inventory
 
 
 @pytest.fixture
@@ -229,3 +231,33 @@ def test_links_come_and_go_while_all_nodes_are_asked(nodes: Nodes, act: str) -> 
     else:
         nodes.client.gather_events(Gatherer(nodes.run.folder))
         assert {name for name, _ in nodes.of("hostfollow.events")} >= {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_a_nodes_folder_within_the_code_is_not_sent(tmp_path: Path, with_git: bool) -> None:
+    """As where this repository is cloned to ~/nodekit, and inventory/local.yaml has ~/nodekit/local."""
+    (tmp_path / "train.py").write_text("")
+    if with_git:
+        subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    file = tmp_path / "local.yaml"
+
+    def sent(workdir: str) -> set[str]:
+        file.write_text(
+            f"connection: local\nworkdir: {tmp_path}/{workdir}\nhosts: {{n: }}\njob: {{code: {tmp_path}}}\n"
+        )
+        tree = node_client.list_code(load_inventory(file), ["train.py"])
+        return {each.path for each in tree.entries}
+
+    assert {"train.py"} <= sent("local")
+    (tmp_path / "local/runs/lab-1/n").mkdir(parents=True)
+    (tmp_path / "local/runs/lab-1/n/spec.json").write_text("the run's token")
+    (tmp_path / "local/notes.txt").write_text("the user's")
+    assert {"train.py", "local/notes.txt"} <= sent("local")
+    assert not any(path.startswith("local/runs") for path in sent("local"))
+    with pytest.raises(KitError, match=r"is in .*, the folder that is sent"):
+        sent(".")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/.kitignore").write_text("# the user's\n")
+    with pytest.raises(KitError, match="leave it out by a line in"):
+        sent("other")
+    assert (tmp_path / "other/.kitignore").read_text() == "# the user's\n"
