@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodekit.deploy.agent import agent_wire, descriptors
+from nodekit.deploy.agent.agent import Agent
 from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.replicas import replicas
 from nodekit.deploy.agent.replicas.replica_copies import Copies
@@ -1073,6 +1075,20 @@ def test_a_node_that_cannot_have_what_others_saved_says_whether_they_may_be_lost
     assert (
         isinstance(raised.value, Unreached) == ("n0 (Connection refused)" in str(raised.value)) == bool(gone)
     )
+
+
+@pytest.mark.parametrize("lost_at", [3, None])
+def test_a_member_that_cannot_be_reached_is_waited_for_until_it_is_missed_or_not(
+    monkeypatch: pytest.MonkeyPatch, lost_at: int | None
+) -> None:
+    monkeypatch.setattr("nodekit.deploy.agent.agent.LOST_S", 0.0)
+    asked = itertools.count(1)
+    rendezvous = Mock(has_lost=lambda _: next(asked) == lost_at)
+    here = Mock(_spec=Mock(keep_alive_s=0.1, lost_after=3))
+    began = time.monotonic()
+    assert Agent._loses_one(here, rendezvous, Mock()) == (lost_at is not None)
+    assert (time.monotonic() - began >= 0.3) == (lost_at is None)
+    assert here._pause_briefly.called  # a stop is heard meanwhile
 
 
 @pytest.mark.parametrize("what", ["call", "draft", "look"])
