@@ -40,7 +40,7 @@ class Orders:
         self._own = status.agent_record(self._folder)
         self._own_file = f"{self._folder}/agent.json"
         self._gone_since = math.inf
-        self._spec_changed = self._folder_changed = 0
+        self._own_changed = self._spec_changed = self._folder_changed = 0
         self._read_at = 0.0
 
     def check(self, spec: AgentSpec) -> None:
@@ -74,11 +74,15 @@ class Orders:
             return
         with contextlib.suppress(OSError, ValueError):  # it cannot be read, and may be as it was
             try:
+                changed = os.stat(self._own_file).st_mtime_ns  # noqa: PTH116  # often, while it waits
+                if changed == self._own_changed:
+                    return
                 found = json.loads(files.read(self._own_file))
             except files.NOT_FOUND:
+                self._own_changed = 0
                 self._mend_own()
                 return
-            self._gone_since = math.inf
+            self._own_changed, self._gone_since = changed, math.inf
             if found != self._own:
                 raise Disowned(f"{self._folder} is another agent's: nobody could stop this one")
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 START_TIMEOUT_S = 10.0
-ENDS_S = 5.0
+ENDS_S = 5.0  # for a local process to end by itself
 LAST_WORDS_S = 2.0  # of a process that takes no more, until it ends
 CALL_TIMEOUT_S = 30.0  # for calls that need no time limit of their own
 LOST_AFTER_S = (
@@ -113,7 +113,7 @@ class LocalProcess:
         return b"".join(self._stderr).decode("utf-8", "replace")
 
     def close(self) -> None:
-        """End it by ending its stdin, or after `ENDS_S` by a kill: it may not read, and who writes to it hold that."""
+        """End it by ending its stdin, or by a kill after `ENDS_S`: where it does not read, a writer holds its stdin."""
         killing = threading.Timer(ENDS_S, self._popen.kill)
         killing.daemon = True
         killing.start()

@@ -84,15 +84,25 @@ def parse_all(lines: Iterable[str | bytes]) -> list[Event]:
     same.
     """
     found: dict[Any, tuple[int, float, Event]] = {}
-    num_set_back, latest = 0, -math.inf
-    for number, line in enumerate(lines):
-        if (event := parse(line)) and event.kind not in _REWRITTEN:
-            if event.kind == "run-started" and event.time < latest:
-                num_set_back, latest = num_set_back + 1, event.time
-            latest = max(latest, event.time)
-            at = event.get("at")
-            found.setdefault((event.node, *at) if at else number, (num_set_back, event.time, event))
+    parsed = [event for event in map(parse, lines) if event and event.kind not in _REWRITTEN]
+    num_set_back = 0
+    for number, (event, set_back_s) in enumerate(with_set_back(parsed)):
+        num_set_back += set_back_s > 0
+        at = event.get("at")
+        found.setdefault((event.node, *at) if at else number, (num_set_back, event.time, event))
     return [event for *_, event in sorted(found.values(), key=lambda each: each[:2])]
+
+
+def with_set_back(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
+    """Each event, in the order in which they came in, and how far the clock was set back before it; most often 0.
+
+    Only a start of the run tells: before it, nothing happens that could have a later time.
+    """
+    latest = -math.inf
+    for event in events:
+        set_back_s = max(0.0, latest - event.time) if event.kind == "run-started" else 0.0
+        latest = event.time if set_back_s else max(latest, event.time)
+        yield event, set_back_s
 
 
 def objects(lines: Iterable[str | bytes]) -> list[dict[str, Any]]:

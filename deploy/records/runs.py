@@ -100,6 +100,10 @@ class Run:
         """What it has for itself in its sweep, as ``lr=1e-3``."""
         return self.slurm.get("values", "")
 
+    def end_or_now(self) -> float:
+        """Until when its history goes: its end on record, since its last event may be lost, or now."""
+        return self.ended if self.state in ENDED and self.ended else time.time()
+
     @property
     def is_led_here(self) -> bool:
         """Whether a process on this machine supervises it while it goes on; else one of its nodes does."""

@@ -59,11 +59,8 @@ def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, H
         options.notice(f"warning: {redactor.warning}")
     # First of all: a shortened text might contain a part of a secret, which would not be recognised.
     events = redactor.tree(events)
-    now = time.time()
-    if run.state in runs.ENDED and run.ended:  # its last event may be lost
-        now = run.ended
     least = min((int(node["min_nodes"]) for node in run.nodes.values()), default=None)
-    history = History.of(events, now=now, min_nodes=least)
+    history = History.of(events, now=run.end_or_now(), min_nodes=least)
     if history.ended is None and run.state in runs.ENDED:
         history = dataclasses.replace(
             history, ended=run.ended, state=run.state, verdict=redactor.text(run.verdict)

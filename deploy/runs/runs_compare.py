@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,8 +192,6 @@ def read(names: Sequence[str], options: SshOptions) -> list[Compared]:
     compared = []
     for run in found:
         own, told = backend_of(run).history(run, options)
-        # Its last event may be lost.
-        now = own.ended if own.state in runs.ENDED and own.ended else time.time()
-        history = History.of(told, now=now)
+        history = History.of(told, now=own.end_or_now())
         compared.append(Compared(own, history, Summary.of(history)))
     return compared

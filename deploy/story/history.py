@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nodekit.deploy.records.events import Event
+from nodekit.deploy.records.events import Event, with_set_back
 from nodekit.deploy.story.attempts import (
     Attempt,
     is_number,
@@ -168,13 +168,9 @@ class History:
 def _by_the_last_clock(events: Sequence[Event]) -> list[Event]:
     """The events, with those before a start that the clock was set back for as much earlier as it was set back."""
     found: list[Event] = []
-    latest = -math.inf
-    for event in events:
-        if event.kind == "run-started" and event.time < latest:
-            ahead_s = latest - event.time + 1e-3  # the last of them comes before it
-            found = [replace(each, time=each.time - ahead_s) for each in found]
-            latest = event.time
-        latest = max(latest, event.time)
+    for event, set_back_s in with_set_back(events):
+        if set_back_s:  # the last of them comes before this one
+            found = [replace(each, time=each.time - set_back_s - 1e-3) for each in found]
         found.append(event)
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from dataclasses import asdict, dataclass, field, replace
 
 from nodekit.deploy.agent.telemetry.notes import parse_progress
@@ -86,9 +85,7 @@ def _summary(run: Run) -> Summary:
         raise events.unreadable(run.folder / events.FILE, error) from error
     if (kept := _load(run, size_bytes)) is not None:
         return kept
-    # Its last event may be lost.
-    now = run.ended if run.state in runs.ENDED and run.ended else time.time()
-    found = Summary.of(History.of(events.read(run.folder), now=now))
+    found = Summary.of(History.of(events.read(run.folder), now=run.end_or_now()))
     if found.step is None:
         found = replace(found, guess=guess_now(run))
     if run.state in runs.ENDED:

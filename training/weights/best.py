@@ -83,7 +83,8 @@ class Best:
         if state.get("name") == self._name:
             self._value, self._num_since = state["value"], state.get("num_since", 0)
             self._measure = state.get("measure", self._name)
-        self._written = self._find_written()
+        if self._value is not None:  # else the first one is the best, and written
+            self._written = self._find_written()
 
     def _find_written(self) -> float | None:
         """The value of the weights in ``best``, on the node with the best ones; all ranks call it."""

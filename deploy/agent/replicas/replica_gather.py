@@ -7,7 +7,6 @@ knows of, so a node that was away cannot bring back what it had, however new tha
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import shutil
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from nodekit.deploy.agent import agent_wire
+from nodekit.deploy.agent import agent_wire, descriptors
 from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.agent.replicas.replica_copies import Copies
 from nodekit.deploy.agent.replicas.replica_files import (
@@ -39,8 +38,6 @@ from nodekit.deploy.host.schema import Say
 from nodekit.training.snapshots.files import commit
 
 _MAX_CALLS = 16
-_USED_UP = (errno.EMFILE, errno.ENFILE)
-"""Of no file and no member is anything known where this process has no descriptor left: that is waited out."""
 _NUM_TRIES = 2
 """How often a member is asked for a file: a connection may break, or the member be unable to read one file."""
 
@@ -185,8 +182,8 @@ class Gather:
             try:
                 heard[node] = self._listings_of(node, deadline_s)
             except BROKEN as error:
-                if isinstance(error, OSError) and error.errno in _USED_UP:
-                    raise
+                if isinstance(error, OSError) and descriptors.are_used_up(error):
+                    raise  # nothing is known of the member, then
                 self._give_up(node, error)
 
         with ThreadPoolExecutor(min(len(self._peers), _MAX_CALLS) or 1) as pool:
@@ -301,7 +298,7 @@ class Gather:
         try:
             yield
         except OSError as error:
-            if error.errno in _USED_UP:
+            if descriptors.are_used_up(error):
                 raise
             self.gathered.missing.append(name)
             self._here.fail(error, file=name)
@@ -393,7 +390,7 @@ class Gather:
                 )
                 self.gathered.silent.pop(node, None)
             except OSError as error:
-                if error.errno in _USED_UP:
+                if descriptors.are_used_up(error):
                     raise
                 self.gathered.gone.append(node)
                 self._give_up(node, error)
