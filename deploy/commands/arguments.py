@@ -80,7 +80,8 @@ def inventory(args: argparse.Namespace) -> Path:
         own = f"your command comes after `--`: {args.prog} local -- {path} (local: two nodes on this machine)"
         cure = own if args.takes_command else ""
         raise WrongUsage(f"{path}: found a Python script", wanted="an inventory file", cure=cure)
-    if not path.exists() and str(path) in example_names():
+    # An example's workdir may lie here: ~/nodekit/local, in a clone of this repository.
+    if (not path.exists() or path.is_dir()) and str(path) in example_names():
         return example_path(str(path))
     return path
 

@@ -17,6 +17,7 @@ from nodekit.deploy.commands.run_a_job import up
 from nodekit.deploy.connect.channel import RemoteError, open_local
 from nodekit.deploy.output.interrupts import NothingLeft
 from nodekit.inventory.errors import HostError, KitErrors
+from nodekit.inventory.load import example_path
 
 HEAVY = ("torch", "pydantic", "rich", "paramiko", "fabric", "yaml", "ClusterShell", "submitit", "jinja2")
 
@@ -199,3 +200,16 @@ def test_wrong_usage_is_told_with_what_is_right(
 def test_a_look_at_a_run_loads_nothing_of_a_start() -> None:
     code = "import sys, nodekit.deploy.ssh_backend.backend; sys.exit('nodekit.deploy.launch.start' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_folder_does_not_hide_the_example_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example's own workdir lies there, where this repository is cloned to ~/nodekit."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local").mkdir()
+    named = argparse.Namespace(inventory="local", prog="kit up", takes_command=True)
+    assert arguments.inventory(named) == example_path("local")
+    named.inventory = "other"
+    (tmp_path / "other").mkdir()
+    assert arguments.inventory(named) == Path("other")
