@@ -1,6 +1,7 @@
 """The agent asks no DNS server, against one that never answers, in a network of its own."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,8 @@ def test_an_agent_asks_no_dns_server(tmp_path: Path, is_agent: bool) -> None:
     isolated = ["unshare", "--net", "--mount", "sh", "-c", mount, str(tmp_path / "resolv.conf")]
     done = subprocess.run(
         [*isolated, sys.executable, "-c", LOOK_UP, *([spec.node_dir] if is_agent else [])],
+        # As on a host, where nobody has set it: the tests' own conftest does.
+        env={name: value for name, value in os.environ.items() if name != "RES_OPTIONS"},
         capture_output=True,
         text=True,
         timeout=60,
