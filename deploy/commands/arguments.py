@@ -128,6 +128,8 @@ def metrics(args: argparse.Namespace) -> Place | None:
         if args.metrics_address != NO_ADDRESS:
             refuse_without("--metrics-address", "--metrics-port")
         return None
+    if not 1 <= args.metrics_port <= 65535:
+        raise WrongUsage(f"--metrics-port: found {args.metrics_port}", wanted="a number from 1 to 65535")
     from nodekit.deploy.metrics.metrics_port import Place
 
     return Place(args.metrics_port, args.metrics_address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -214,10 +215,11 @@ def compare(reference: Trace, trace: Trace) -> Curve:
     height = statistics.fmean(map(abs, wanted.values())) or 1.0
     apart = {step: abs(found[step] - wanted[step]) / height for step in wanted if step in found}
     greatest = max(apart.values(), default=0.0)
+    known = greatest if math.isfinite(greatest) else None  # a loss may be none: JSON has no such number
     if lacking:
-        return Curve("different", f"lacks {len(lacking)} steps from {lacking[0]} on", greatest)
+        return Curve("different", f"lacks {len(lacking)} steps from {lacking[0]} on", known)
     if more := [step for step in found if step not in wanted]:
-        return Curve("different", f"has {len(more)} steps more", greatest)
+        return Curve("different", f"has {len(more)} steps more", known)
     if all(found[step] == wanted[step] for step in wanted):
         return Curve("equal", "equal", 0.0)
     far = next((step for step, each in apart.items() if not each <= ROUNDING), None)
@@ -225,7 +227,7 @@ def compare(reference: Trace, trace: Trace) -> Curve:
         return Curve("same", f"±{greatest:.0e}", greatest)
     if world_sizes(trace) != world_sizes(reference) and _is_near(wanted, found, far):
         return Curve("near", f"±{greatest:.0%}", greatest)
-    return Curve("different", f"differs from step {far} on", greatest)
+    return Curve("different", f"differs from step {far} on", known)
 
 
 def _is_near(wanted: Mapping[int, float], found: Mapping[int, float], far: int) -> bool:

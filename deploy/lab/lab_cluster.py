@@ -72,7 +72,7 @@ class Lab:
             accounting: let Slurm keep accounts, in a database of the lab's own, so that sacct works.
         """
         if accounting and not slurm:
-            raise KitError("accounting is Slurm's", cure="ask for Slurm, too")
+            raise KitError("accounting is Slurm's", cure="give `--slurm`, too")
         lab_needs.require_root()
         lab_needs.require_programs(slurm=slurm, accounting=accounting)
         folder = lab_folder(folder)

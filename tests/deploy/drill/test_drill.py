@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,7 @@ def test_a_curve_is_compared_step_by_step(trace: Trace, sameness: str, says: str
     found = compare(UNBROKEN, trace)
     assert found.sameness == sameness
     assert says in found.text
+    json.dumps(asdict(found), allow_nan=False)
 
 
 def test_what_a_job_that_learns_nothing_has_lost_is_not_known() -> None:

@@ -245,7 +245,7 @@ def test_missing_slurm_is_told_with_its_packages(labs: Path, monkeypatch: pytest
 
 
 def test_accounting_without_slurm_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(KitError, match="ask for Slurm, too"):
+    with pytest.raises(KitError, match="give `--slurm`, too"):
         Lab.up(1, folder=tmp_path / "lab", accounting=True)
 
 

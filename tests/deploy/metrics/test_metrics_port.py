@@ -164,13 +164,14 @@ def test_kit_up_refuses_before_anything_starts(
     assert "under Slurm nothing of kit stays on this machine" in capsys.readouterr().err
     assert main(["up", str(slurm), "--metrics-port", "9000", "--sweep", "lr=1,2"]) == 1
     assert "--metrics-port serves one run, and this is a sweep" in capsys.readouterr().err
+    assert main(["up", str(slurm), "--dry-run", "--metrics-port", "0"]) == 2
+    assert "--metrics-port: found 0; wanted a number from 1 to 65535" in capsys.readouterr().err
     assert runs.all_runs() == []
 
 
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (Place(0), "--metrics-port 0: a port is a number from 1 to 65535"),
         (Place(9000, "192.0.2.1"), "cannot serve at 192.0.2.1"),
         (Place(9000, "all"), "--metrics-address all is no address; give an address"),
     ],
