@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rounds import BenchError, exit_on_signals, interval, machine, middle, note, table
@@ -65,9 +66,10 @@ Exit status: 0 unless something broke; a goal ({GOAL}) that is missed is no erro
 """
 
 
-def torchrun(*argv: str, **env: str) -> subprocess.Popen[bytes]:
-    """Start one of this many ranks."""
-    return subprocess.Popen(
+@contextlib.contextmanager
+def torchrun(*argv: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """One of this many ranks, which is ended with them."""
+    process = subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc-per-node={RANKS}", *argv),
@@ -77,32 +79,38 @@ def torchrun(*argv: str, **env: str) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-
-
-def ended(process: subprocess.Popen[bytes]) -> None:
-    """End a torchrun, with its ranks."""
-    signalled([process.pid, *descendants(process.pid)], signal.SIGKILL)
-    process.wait()
+    try:
+        yield process
+    finally:
+        signalled([process.pid, *descendants(process.pid)], signal.SIGKILL)
+        process.wait()
 
 
 class Plain:
     """The script, under torchrun."""
 
-    def __init__(self, folder: Path, batch_size: int) -> None:
-        self._steps = folder / "steps"
-        self._process = torchrun(
-            str(CODE),
-            OMP_NUM_THREADS="1",
-            BENCH_BATCH_SIZE=str(batch_size),
-            BENCH_LR=str(LR),
-            BENCH_STEPS=str(self._steps),
-        )
-        deadline = time.monotonic() + START_S
-        while not self._steps.exists() or len(self.steps()) < 100:
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                self.stop()
-                raise BenchError(f"the plain script has made no 100 steps within {START_S:.0f} s")
-            time.sleep(0.5)
+    def __init__(self, process: subprocess.Popen[bytes], steps: Path) -> None:
+        self._process = process
+        self._steps = steps
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, folder: Path, batch_size: int) -> Iterator[Plain]:
+        """One that has made its first steps."""
+        env = {
+            "OMP_NUM_THREADS": "1",
+            "BENCH_BATCH_SIZE": str(batch_size),
+            "BENCH_LR": str(LR),
+            "BENCH_STEPS": str(folder / "steps"),
+        }
+        with torchrun(str(CODE), **env) as process:
+            plain = cls(process, folder / "steps")
+            deadline = time.monotonic() + START_S
+            while len(plain.steps()) < 100:
+                if time.monotonic() > deadline or process.poll() is not None:
+                    raise BenchError(f"the plain script has made no 100 steps within {START_S:.0f} s")
+                time.sleep(0.5)
+            yield plain
 
     @property
     def all(self) -> list[int]:
@@ -111,12 +119,8 @@ class Plain:
 
     def steps(self) -> Sequence[float]:
         """When each step was done."""
-        data = self._steps.read_bytes()
+        data = self._steps.read_bytes() if self._steps.exists() else b""
         return memoryview(data[: len(data) // 8 * 8]).cast("d")
-
-    def stop(self) -> None:
-        """End it."""
-        ended(self._process)
 
 
 def rate(done: Sequence[float], start: float, end: float) -> float:
@@ -144,11 +148,8 @@ def measure(batch_size: int, num_pairs: int, seconds: float) -> list[str]:
             )
             job = Job(folder, *argv, inventory=inventory, files=[CODE])
             try:
-                plain = Plain(folder, batch_size)
-                try:
+                with Plain.started(folder, batch_size) as plain:
                     kit_rate, plain_rate = in_turns(job, plain, seconds)
-                finally:
-                    plain.stop()
                 within += in_its_ranks(job, turns, seconds)
             finally:
                 job.stop()
@@ -189,17 +190,16 @@ def in_turns(job: Job, plain: Plain, seconds: float) -> tuple[float, float]:
 def in_its_ranks(job: Job, turns: Path, seconds: float) -> list[float]:
     """Of each turn, the script's time for so many steps as a share of the module's."""
     beside, times = turns.with_suffix(".new"), turns.with_suffix(".times")
-    idle = torchrun("--no-python", "sleep", "infinity")
-    try:
-        time.sleep(IDLE_S)
-        beside.write_text(json.dumps({"module": job.all, "script": [idle.pid]}))
-        beside.replace(turns)
-        time.sleep(seconds)
-    finally:
-        beside.write_text("{}")  # from now on nobody is to be stopped any more
-        beside.replace(turns)
-        time.sleep(2 * WINDOW_S)
-        ended(idle)
+    with torchrun("--no-python", "sleep", "infinity") as idle:
+        try:
+            time.sleep(IDLE_S)
+            beside.write_text(json.dumps({"module": job.all, "script": [idle.pid]}))
+            beside.replace(turns)
+            time.sleep(seconds)
+        finally:
+            beside.write_text("{}")  # from now on nobody is to be stopped any more
+            beside.replace(turns)
+            time.sleep(2 * WINDOW_S)
     found = [json.loads(line) for line in times.read_text().splitlines()] if times.exists() else []
     if not found:
         raise BenchError(f"no turn of the plain script's in kit's ranks within {seconds:.0f} s")
