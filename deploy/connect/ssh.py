@@ -68,8 +68,8 @@ def connect(
         connection = fabric.Connection(target.address, user=target.user, port=target.port, config=config)
     except sshconfig.ConfigError as error:
         raise HostError(target.name, *error.problem) from error
-    except ValueError as error:
-        raise HostError(target.name, str(error)) from error
+    except ValueError as error:  # a Port that is no number
+        raise HostError(target.name, f"~/.ssh/config of {target.address}: {error}") from error
     except RecursionError:
         raise HostError(
             target.name,
@@ -95,7 +95,12 @@ def _open(connection: Any, hops: list[Client], target: SshTarget) -> None:
             f"{connection.host}:{connection.port} ({error.text})",
             cure="is the host up, and does the jump host's sshd allow forwarding?",
         ) from error
-    except (paramiko.SSHException, EOFError, OSError) as error:
+    except (
+        paramiko.SSHException,
+        EOFError,
+        OSError,
+        ValueError,
+    ) as error:  # the last: a ProxyCommand's quote
         _close_all(hops)
         raise HostError(
             target.name, f"connecting to {connection.host}:{connection.port} failed: {_words(error)}"

@@ -7,6 +7,7 @@ keys until the host hangs up.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -311,7 +312,7 @@ class Client:
     def _candidates(self) -> Iterator[identity.Candidate]:
         import paramiko
 
-        named = [Path(file).expanduser() for file in self._config.get("identityfile", [])]
+        named = [Path(os.path.expanduser(file)) for file in self._config.get("identityfile", [])]  # noqa: PTH111
         named = [file for file in named if file.is_file()]  # ssh passes over those that are not there
         own = self._settings.target.identity_file
         if own is not None and not self._jump:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import io
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -29,13 +30,16 @@ def read(home: Path) -> paramiko.SSHConfig:
 
     config = paramiko.SSHConfig()
     for file, base in ((home / ".ssh/config", home / ".ssh"), (_SYSTEM / "ssh_config", _SYSTEM)):
-        if file.is_file():
-            try:
+        try:
+            if file.is_file():
                 config.parse(io.StringIO("\n".join(_lines(file, base, 0))))
-            except paramiko.SSHException as error:  # ConfigParseError, Match it does not know
-                raise ConfigError(f"{file}: {error}") from error
-            except OSError as error:
-                raise ConfigError(f"{error.filename}: {error.strerror}") from error
+        except (
+            paramiko.SSHException,
+            ValueError,
+        ) as error:  # Match it does not know, a quote that is not closed
+            raise ConfigError(f"{file}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from error
     return config
 
 
@@ -63,8 +67,9 @@ def _lines(file: Path, base: Path, depth: int) -> Iterator[str]:
         if keyword is None or name != "include":
             yield line
             continue
-        for pattern in shlex.split(keyword.group(2)):
-            for found in sorted(glob.glob(str(base / Path(pattern).expanduser()))):  # noqa: PTH207
+        for pattern in _words(keyword.group(2), f"{file}: {line.strip()}"):
+            # As below, Path.expanduser raises for a user that does not exist: of him there is no file.
+            for found in sorted(glob.glob(str(base / os.path.expanduser(pattern)))):  # noqa: PTH111, PTH207
                 yield from _lines(Path(found), base, depth + 1)
         yield block  # what follows belongs to it again
 
@@ -74,11 +79,20 @@ def known_hosts_files(config: Mapping[str, Any], extra: str | None, home: Path) 
     files = [home / ".ssh/known_hosts", home / ".ssh/known_hosts2"]
     if extra is not None:
         files.insert(0, Path(extra).expanduser())
-        if not files[0].is_file():
-            raise ConfigError(f"the known_hosts file {extra} does not exist")
+        if not files[0].exists() or files[0].is_dir():
+            found = "is a folder" if files[0].is_dir() else "does not exist"
+            raise ConfigError(f"the known_hosts file {extra} {found}", cure="correct `known_hosts`")
     for name in ("userknownhostsfile", "globalknownhostsfile"):
-        files += [Path(file).expanduser() for file in shlex.split(str(config.get(name, "")))]
+        given = str(config.get(name, ""))
+        files += [Path(os.path.expanduser(file)) for file in _words(given, f"~/.ssh/config: {name} {given}")]  # noqa: PTH111
     return list(dict.fromkeys([*files, _SYSTEM / "ssh_known_hosts", _SYSTEM / "ssh_known_hosts2"]))
+
+
+def _words(text: str, where: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def quoted(path: str | Path) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from agents import until
@@ -24,7 +25,7 @@ from sshd import Sshd, keygen, learn
 
 from nodekit.deploy.connect import hostkeys, ssh, sshclient, sshconfig
 from nodekit.deploy.connect.channel import on_all
-from nodekit.inventory.errors import HostError
+from nodekit.inventory.errors import HostError, KitError
 
 Start = Callable[..., Sshd]
 Make = Callable[..., ssh.SshTarget]
@@ -243,6 +244,7 @@ def test_known_hosts_of_the_inventory(start_sshd: Start, target: Make, own_home:
     file.write_text(server.known_line())
     ssh.connect(target(server, known_hosts="~/lab hosts")).close()
     assert "does not exist" in problem(target(server, known_hosts="~/nowhere"))
+    assert "is a folder" in problem(target(server, known_hosts="~"))
 
 
 # --- ~/.ssh/config ------------------------------------------------------------------------------------------
@@ -322,6 +324,48 @@ def test_host_behind_a_jump_host_that_is_down_is_named(jumped: tuple[Sshd, Sshd]
 def test_jump_host_that_jumps_through_itself_is_an_error(own_home: Path) -> None:
     config(own_home, "Host *\n  ProxyJump gate\nHost gate\n  HostName 127.0.0.1\n")
     assert "through itself" in problem(ssh.SshTarget(name="gpu1", address="inner"))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('UserKnownHostsFile "x', "~/.ssh/config: userknownhostsfile .*No closing quotation"),
+        ('Include "x', '/.ssh/config: Include "x: No closing quotation'),
+        ('Match exec "x', "/.ssh/config: No closing quotation"),
+        ("Port ssh", "~/.ssh/config of gpu1: .*'ssh'"),
+        ('ProxyCommand "x', "connecting to 127.0.0.1:.* failed: No closing quotation"),
+    ],
+)
+def test_mistake_in_the_config_is_told(own_home: Path, line: str, says: str) -> None:
+    config(own_home, f"Host gpu1\nHostName 127.0.0.1\n{line}\n")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = None if line.startswith("Port") else listener.getsockname()[1]
+        target = ssh.SshTarget(name="gpu1", address="gpu1", port=port)
+        with pytest.raises(KitError, match=says):
+            ssh.connect(target, timeout_s=5)
+
+
+def test_files_of_a_user_that_does_not_exist_are_not_there(
+    start_sshd: Start, target: Make, own_home: Path, identity: Path
+) -> None:
+    server = start_sshd()
+    nobody = "~no-such-user/file"
+    config(
+        own_home,
+        f"Include {nobody}\nHost gpu1\nHostName 127.0.0.1\nUserKnownHostsFile {nobody}\n"
+        f'IdentityFile {nobody}\nIdentityFile "{identity}"\n',
+    )
+    ssh.connect(target(server, address="gpu1", identity_file=None)).close()
+
+
+def test_config_in_a_folder_that_may_not_be_read_is_named(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config(own_home, "")
+    closed = PermissionError(errno.EACCES, "Permission denied", str(own_home / ".ssh/config"))
+    monkeypatch.setattr(Path, "is_file", mock.Mock(side_effect=closed))  # root may read any folder
+    with pytest.raises(KitError, match=r"/.ssh/config: Permission denied"):
+        ssh.connect(ssh.SshTarget(name="gpu1", address="127.0.0.1"))
 
 
 # --- keys ---------------------------------------------------------------------------------------------------
