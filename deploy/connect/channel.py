@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import json
 import logging
+import os
 import queue
 import re
 import subprocess
@@ -102,7 +103,8 @@ class LocalProcess:
         self.stdin = cast(IO[bytes], self._popen.stdin)
         self.stdout = cast(IO[bytes], self._popen.stdout)
         self._stderr: collections.deque[bytes] = collections.deque(maxlen=50)
-        threading.Thread(target=self._drain, daemon=True).start()
+        self._drainer = threading.Thread(target=self._drain, daemon=True)
+        self._drainer.start()
 
     def _drain(self) -> None:
         with cast(IO[bytes], self._popen.stderr) as stderr:
@@ -110,6 +112,9 @@ class LocalProcess:
 
     def stderr_tail(self) -> str:
         """The last lines it wrote to stderr."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(0.2)
+            self._drainer.join(1.0)  # it is about to have read the rest
         return b"".join(self._stderr).decode("utf-8", "replace")
 
     def close(self) -> None:
@@ -177,8 +182,9 @@ class HostChannel:
         except queue.Empty:
             answer = {"lost": f"no answer within {START_TIMEOUT_S:.0f} s"}
         if "lost" in answer:
+            is_silent = self.connection is not None and not process.stderr_tail().strip()
             process.close()
-            raise HostError(self.host, *_no_python(answer["lost"]))
+            raise HostError(self.host, *_no_python(answer["lost"], maybe_no_shell=is_silent))
 
     def _write(
         self,
@@ -203,12 +209,13 @@ class HostChannel:
         ready: queue.Queue[dict[str, Any]],
         to_write: queue.SimpleQueue[bytes | None],
     ) -> None:
-        has_begun = False
+        has_begun, printed = False, b""
         try:
             for line in process.stdout:
                 if not has_begun:  # what a login shell prints comes before it, even on the same line
-                    _, begin, rest = line.partition(_READY)
+                    before, begin, rest = line.partition(_READY)
                     has_begun, line = bool(begin), begin + rest
+                    printed = before.strip()[:200] or printed
                 if not line.startswith(b"{"):
                     continue
                 message = json.loads(line)
@@ -219,7 +226,10 @@ class HostChannel:
         except (OSError, ValueError, EOFError):
             pass  # told below, as any other end
         to_write.put(None)
-        self._lose(process, ready, process.stderr_tail().strip() or "it ended without a word")
+        said = process.stderr_tail().strip()
+        if not has_begun:  # nologin says on stdout that it lets nobody in
+            said = said or printed.decode("utf-8", "replace")
+        self._lose(process, ready, said or "it ended without a word")
 
     def _lose(self, process: Process, ready: queue.Queue[dict[str, Any]], why: str) -> None:
         with self._lock:
@@ -282,11 +292,17 @@ class HostChannel:
             self.connection.close()
 
 
-def _no_python(last_words: str) -> Problem:
-    return Problem(
-        f"its python does not run ({last_words.splitlines()[-1]})",
-        cure="set `python:` to an interpreter there that has torch",
-    )
+def _no_python(last_words: str, *, maybe_no_shell: bool = False) -> Problem:
+    # Below what it has to say, fish prints the command that it could not run, and underlines it.
+    said = [
+        line
+        for line in last_words.splitlines()
+        if re.search(r"\w", line) and line.strip() != "fish:" and "import sys;" not in line
+    ]
+    cure = "set `python:` to an interpreter there that has torch"
+    if maybe_no_shell:
+        cure += ", or give the user a login shell there that runs commands (is it nologin or false?)"
+    return Problem(f"its python does not run ({(said or [last_words])[-1]})", cure=cure)
 
 
 def _python(host: str, python: str, connection: SshConnection | None) -> Process:
@@ -294,7 +310,8 @@ def _python(host: str, python: str, connection: SshConnection | None) -> Process
     if connection is not None:
         return cast(Process, connection.exec([python, "-c", BOOT]))
     try:
-        return LocalProcess([str(Path(python).expanduser()), "-c", BOOT])
+        # Path.expanduser raises for a user that does not exist; Popen names the missing file better.
+        return LocalProcess([os.path.expanduser(python), "-c", BOOT])  # noqa: PTH111
     except OSError as error:
         raise HostError(host, *_no_python(str(error))) from error
 

@@ -46,6 +46,10 @@ def make_private(folder: Union[str, "os.PathLike[str]"]) -> None:
     Raises:
         OSError: it cannot be made.
     """
+    if str(folder).startswith(
+        "~"
+    ):  # `expanduser` knows of nobody of that name; here it is no name of a folder
+        raise FileNotFoundError(errno.ENOENT, "there is no such user", str(folder))
     missing = [os.path.abspath(folder)]
     while not os.path.lexists(os.path.dirname(missing[-1])):
         missing.append(os.path.dirname(missing[-1]))

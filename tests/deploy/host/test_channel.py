@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -27,11 +27,13 @@ from nodekit.deploy.connect.channel import (
     OFFERED,
     ChannelLost,
     HostChannel,
+    LocalProcess,
     RemoteError,
     on_all,
     open_local,
     program,
 )
+from nodekit.deploy.connect.ssh import SshConnection
 from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.host.node import agents, status
@@ -120,6 +122,8 @@ def test_a_workdir_that_cannot_be_made_is_named(channel: HostChannel, tmp_path: 
     (tmp_path / "file").write_text("")
     found = channel.call("hostfacts.facts", timeout_s=15, workdir=str(tmp_path / "file" / "x"))
     assert found["workdir_problem"] == f"{tmp_path}/file/x: Not a directory"
+    found = channel.call("hostfacts.facts", timeout_s=15, workdir="~no-such-user/kit")
+    assert found["workdir_problem"] == "~no-such-user/kit: there is no such user"
 
 
 def test_a_held_port_is_nobody_elses(channel: HostChannel) -> None:
@@ -267,10 +271,31 @@ def test_a_banner_on_stdout_does_not_disturb(tmp_path: Path) -> None:
     opened.close()
 
 
-@pytest.mark.parametrize("python", ["/nonexistent/python", "/bin/false"])
+@pytest.mark.parametrize("python", ["/nonexistent/python", "~no such user/bin/python", "/bin/false"])
 def test_a_python_that_does_not_run_is_an_error_with_its_cure(python: str) -> None:
     with pytest.raises(HostError, match=r"here: its python does not run .*set `python:` to an interpreter"):
         open_local("here", python)
+
+
+@pytest.mark.parametrize(
+    ("shell", "says"),
+    [
+        (
+            "echo This account is currently not available.",
+            r"\(This account .* available\.\).* login shell there",
+        ),
+        ("exit 1", r"\(it ended without a word\).* login shell there"),
+        (
+            "printf 'fish: Unknown command: nix\\nfish: \\nnix -c \"import sys;i\"\\n^~~^\\n' >&2; exit 127",
+            r"\(fish: Unknown command: nix\); set `python:` to an interpreter there that has torch$",
+        ),
+    ],
+    ids=["nologin", "false", "fish"],
+)
+def test_what_a_login_shell_says_in_place_of_python_is_told(shell: str, says: str) -> None:
+    process = LocalProcess(["/bin/sh", "-c", shell])
+    with pytest.raises(HostError, match=says):
+        HostChannel("here", process, connection=cast(SshConnection, object()))
 
 
 def test_a_link_that_is_gone_fails_its_calls_at_once(channel: HostChannel) -> None:
