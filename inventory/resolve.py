@@ -10,7 +10,7 @@ from nodekit.inventory import hostlists
 from nodekit.inventory.fields import Nodes
 from nodekit.inventory.schema import Environment, Host, HostBlock, HostSettings, Inventory, InventoryFile
 from nodekit.inventory.source import Path as KeyPath
-from nodekit.inventory.source import Problem
+from nodekit.inventory.source import Problem, quoted
 
 _INSTEAD_UNDER_SLURM = {
     "nodes": "slurm.nodes",
@@ -56,6 +56,7 @@ def resolve(
         *_address_problems(hosts, left_out),
         *_node_count_problems(file, len(hosts), left_out),
         *_secret_problems(file),
+        *_code_problems(file.job.code),
         *_environment_problems(file, left_out),
         *_notify_problems(file, left_out),
     ]
@@ -193,6 +194,12 @@ def _secret_problems(file: InventoryFile) -> Iterator[Problem]:
                 "found among job.secrets too, wanted in one of the two (a secret's value is not written here)"
             )
             yield Problem((*path, "env", name), text, at_key=True)
+
+
+def _code_problems(code: str) -> Iterator[Problem]:
+    if code.startswith("~") and os.path.expanduser(code) == code:  # noqa: PTH111  # Path.expanduser raises
+        text = f"found {quoted(code)}, wanted a folder here: this machine has no such user"
+        yield Problem(("job", "code"), text)
 
 
 def _environment(file: InventoryFile, folder: Path) -> Environment | None:

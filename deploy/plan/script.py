@@ -59,6 +59,9 @@ def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
     """
     argv = plan.argv_of(inventory, command)
     code = Path(inventory.job.code).expanduser()
+    if not code.is_dir():
+        cure = "correct it, or run kit in another folder: it is relative to where kit is run"
+        raise KitError(f"job.code: {code.resolve()} is no folder", "the folder to send", cure)
     for name in _needed(argv)[1]:
         if not Path(name).is_absolute():
             _refuse_absent(code, name, argv)

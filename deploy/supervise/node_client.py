@@ -345,10 +345,8 @@ def list_code(inventory: Inventory, command: list[str] | tuple[str, ...] | None)
         KitError: it, or the script, is not there.
     """
     code = Path(inventory.job.code).expanduser()
-    if not code.is_dir():
-        raise KitError(f"job.code: {code.resolve()} is no folder")
-    _leave_out_workdir(code.resolve(), inventory)
     script.find(inventory, command)
+    _leave_out_workdir(code.resolve(), inventory)
     return sync.list_code(code)
 
 

@@ -116,6 +116,10 @@ def told(folder: Path, text: str, name: str = "lab.yaml", **options: Any) -> lis
         ('user: "a\\0b"', f"user: found the character U+0000, {CONTROL}"),
         ('user: "a\\ud800"', f"user: found the character U+D800, {CONTROL}"),
         ("<<: 3", "<<: found no mapping, wanted one to merge in, as *name"),
+        (
+            "job: {code: ~no-such-user/x}",
+            'job.code: found "~no-such-user/x", wanted a folder here: this machine has no such user',
+        ),
         ("job: 3", "job: found 3, wanted a mapping: key: value lines"),
         ("job: {comand: [a]}", f"job.comand: found an unknown key, wanted command (valid here: {JOB_KEYS})"),
         ("job: {command: []}", "job.command: found [], wanted at least one item"),

@@ -46,6 +46,13 @@ def test_a_file_is_python_as_it_is_to_torchrun_whatever_its_name_and_first_line(
     assert plan.argv_of(found, ["python", name, "--lr"]) == ("python", "-u", name, "--lr")
 
 
+@pytest.mark.parametrize("command", [None, ["-m", "mine"], ["train.py"]])
+def test_a_code_folder_that_is_not_there_is_named(tmp_path: Path, command: list[str] | None) -> None:
+    found = inventory(tmp_path, f"{ONE}job: {{code: {tmp_path}/none}}\n")
+    with pytest.raises(KitError, match=rf"job\.code: {tmp_path}/none is no folder, wanted"):
+        script.read(found, command)
+
+
 def test_a_folder_is_python_where_it_has_a_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job").mkdir()
