@@ -1,9 +1,12 @@
 """Copies an inventory into another folder, where it means the same under another name."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from nodekit.inventory.errors import InventoryError
 
 _OF_A_BLOCK = ("identity_file", "known_hosts")
 _OF_ENVIRONMENT = ("requirements", "pyproject", "lock", "find_links")
@@ -16,11 +19,19 @@ def copied(path: Path, *, name: str, changes: Mapping[str, object] | None = None
         path: a file that can be loaded.
         name: in place of its own.
         changes: ``section.key`` → value; None takes the key away.
-    """
-    from nodekit.inventory.source import parse
 
-    data = parse(path.read_text(encoding="utf-8")).data
-    assert isinstance(data, dict), "it was loaded before"
+    Raises:
+        InventoryError: it is not there any more, as that of a shell's ``<(…)``.
+    """
+    from nodekit.inventory.source import NotYamlError, parse
+
+    try:
+        data = parse(path.read_text(encoding="utf-8")).data
+    except (OSError, ValueError, NotYamlError) as error:
+        data = error
+    if not isinstance(data, dict):  # it was when it was loaded
+        found = "cannot be read a second time"
+        raise InventoryError(f"{path}: {found}", "a file that stays as it is", "save a pipe's text in one")
     data["name"] = name
     data.pop("notify", None)  # what is tried out should notify nobody
     folder = path.resolve().parent
@@ -40,7 +51,9 @@ def copied(path: Path, *, name: str, changes: Mapping[str, object] | None = None
             data[section] = block
         else:
             data.pop(section, None)
-    return json.dumps(data, indent=1, ensure_ascii=False)  # JSON is valid YAML with unambiguous strings
+    text = json.dumps(data, indent=1, ensure_ascii=False)  # JSON is valid YAML with unambiguous strings,
+    # but for characters that it allows as they are, and YAML escaped alone. (A surrogate pair is two to YAML.)
+    return re.sub("[\x7f-\x9f\u2028\u2029\ufffe\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _resolve(block: dict[str, Any], key: str, folder: Path) -> None:

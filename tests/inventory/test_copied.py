@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nodekit.inventory.copied import copied
+from nodekit.inventory.errors import InventoryError
 from nodekit.inventory.load import load_inventory
 
 PLAIN = "nodes: 2:4\nhosts:\n  n[1-4]: {known_hosts: kh}\n  n5:\n"
@@ -18,6 +19,7 @@ ENVIRONMENT = "environment: {requirements: r.txt, find_links: [wheels, ~/w, 'htt
     [
         PLAIN + "identity_file: keys/id\nknown_hosts: ~/known\njob: {env: {N: '010', Y: 'on'}}\n",
         PLAIN + "notify: {command: [mail]}\n",
+        PLAIN + 'job: {env: {A: "\\x7f \\x85 \\x9b \\u2028\\u2029 \\ufeff \\uffff \\U0001f600"}}\n',
         ENVIRONMENT,
         ENVIRONMENT.replace("requirements: r.txt", "pyproject: p/pyproject.toml, extras: [gpu]"),
     ],
@@ -42,3 +44,12 @@ def test_changes_set_a_key_of_a_section_or_take_it_away(tmp_path: Path) -> None:
     copy.write_text(copied(path, name="c", changes={"job.command": None, "timings.hang": 20.0}))
     found = load_inventory(copy)
     assert (found.job.command, found.job.max_restarts, found.timings.hang) == (None, 1, 20.0)
+
+
+@pytest.mark.parametrize("text", ["", "- a", "a: [", None])
+def test_a_file_that_is_no_inventory_any_more_is_told(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "mine.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InventoryError, match=r"mine.yaml: cannot be read a second time, wanted a file"):
+        copied(path, name="c")
