@@ -86,7 +86,9 @@ def read(environment: Environment) -> Asked:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(
+            encoding="utf-8-sig"
+        )  # as pip; in the middle of the flat text it would be a name's
     except (OSError, UnicodeDecodeError) as error:
         raise KitError(f"environment: {path}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -143,7 +145,11 @@ def _option(line: str) -> tuple[str, str]:
 
 def _is_path(line: str) -> bool:
     """Whether a requirement is a file or folder of this machine."""
-    return line.startswith((".", "/", "~", "file:")) or re.search(r"@\s*file:", line) is not None
+    # As pip has it, also `libs/mine` and `mine-1.0-py3-none-any.whl`; `git+https://…` has no such beginning.
+    return (
+        re.match(r"[./~]|file:|[\w.-]+(/|[^\s:]*\.(whl|tar\.gz|zip)(\s|\[|$))|[^@]*@\s*file:", line)
+        is not None
+    )
 
 
 def _only_here(file: Path | str, line: str) -> KitError:
@@ -173,19 +179,22 @@ def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
     else:  # Python 3.10, which has it only inside pip
         from pip._vendor import tomli as tomllib
     try:
-        project = tomllib.loads(text)["project"]
+        project = tomllib.loads(text).get("project")
     except tomllib.TOMLDecodeError as error:
         raise KitError(f"environment: {path}: {error}") from error
-    except KeyError:
-        raise KitError(f"environment: {path}: found no [project]", wanted="its dependencies") from None
-    if dynamic := {"dependencies", "optional-dependencies"} & set(project.get("dynamic", ())):
+    if not isinstance(project, dict):
+        raise KitError(f"environment: {path}: found no [project]", wanted="its dependencies")
+    optional = project.get("optional-dependencies", {})
+    if not isinstance(optional, dict):
+        raise KitError(f"environment: {path}: found no [project.optional-dependencies]", wanted="a table")
+    if dynamic := {"dependencies", "optional-dependencies"} & {*_texts(path, "dynamic", project)}:
         raise KitError(
             f"environment: {path}: found {' and '.join(sorted(dynamic))} to be dynamic",
             wanted="them written there",
             cure="or give a requirements file",
         )
-    groups = {_plain(name): lines for name, lines in project.get("optional-dependencies", {}).items()}
-    lines: list[str] = list(project.get("dependencies", ()))
+    groups = {_plain(name): _texts(path, name, optional) for name in optional}
+    lines = _texts(path, "dependencies", project)
     todo, done = [_plain(extra) for extra in extras], set[str]()
     while todo:
         extra = todo.pop(0)
@@ -197,13 +206,29 @@ def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
             raise KitError(f"environment.extras: found {extra}", wanted=f"one of those in {path}: {listed}")
         for line in groups[extra]:
             own = re.match(r"([\w.-]+)\s*\[([^\]]*)\]", line)
-            if own and _plain(own[1]) == _plain(project.get("name", "")):
+            if own and _plain(own[1]) == _plain(str(project.get("name", ""))):
                 todo += [_plain(each) for each in own[2].split(",")]
             else:
                 lines.append(line)
-    if paths := [line for line in lines if _is_path(line)]:
-        raise _only_here(path, paths[0])
+    for line in lines:
+        if _is_path(line):
+            raise _only_here(path, line)
+        if line.startswith("-"):
+            raise KitError(
+                f"environment: {path}: found the option {_option(line)[0]}", wanted="a requirement"
+            )
     return lines
+
+
+def _texts(path: Path, key: str, table: Mapping[str, Any]) -> list[str]:
+    """A key's list: of a text in its place, each letter would be a package to install."""
+    found = table.get(key, [])
+    if isinstance(found, list) and all(isinstance(each, str) for each in found):
+        return [*found]
+    raise KitError(
+        f"environment: {path}: found {key} = {json.dumps(found, default=str)[:60]}",
+        f'a list of texts, as {key} = ["torch"]',
+    )
 
 
 def _plain(name: str) -> str:

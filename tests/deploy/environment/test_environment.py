@@ -90,9 +90,9 @@ def test_a_requirements_file_is_read_with_those_that_it_names(tmp_path: Path) ->
     (tmp_path / "sub").mkdir()
     (tmp_path / "r.txt").write_text(
         "# ours\ntorch==2.13 \\\n  --hash=sha256:ab\n-r sub/more.txt\n-c limits.txt\n--extra-index-url https://h/s\n"
-        "x @ https://h/x.whl#sha256=12  # pinned\n\n"
+        "x @ https://h/x.whl#sha256=12  # pinned\nhttps://h/y.whl\n\n"
     )
-    (tmp_path / "sub/more.txt").write_text("numpy; python_version < '3.11'\n-r../r.txt\n")
+    (tmp_path / "sub/more.txt").write_text("\ufeffnumpy; python_version < '3.11'\n-r../r.txt\n")
     (tmp_path / "limits.txt").write_text("-r sub/limit.txt\n")
     (tmp_path / "sub/limit.txt").write_text("numpy<2\n")
     assert list(requirements.flatten(tmp_path / "r.txt")) == [
@@ -101,6 +101,7 @@ def test_a_requirements_file_is_read_with_those_that_it_names(tmp_path: Path) ->
         ("-c", "numpy<2"),
         ("-r", "--extra-index-url https://h/s"),
         ("-r", "x @ https://h/x.whl#sha256=12"),
+        ("-r", "https://h/y.whl"),
     ]
 
 
@@ -110,6 +111,8 @@ def test_a_requirements_file_is_read_with_those_that_it_names(tmp_path: Path) ->
         ("-e .", "found -e ., which is on this machine and not on the nodes"),
         ("--editable=lib", "found --editable=lib, which is on this machine"),
         ("./lib", "found ./lib, which is on this machine"),
+        ("libs/lib", "found libs/lib, which is on this machine"),
+        ("lib-1.0-py3-none-any.whl", "found lib-1.0-py3-none-any.whl, which is on this machine"),
         ("x @ file:///tmp/x.whl", "which is on this machine"),
         ("--find-links wheels", "wanted it as environment.find_links"),
         ("-r https://h/r.txt", "found the URL of another file, wanted a file here"),
@@ -160,6 +163,17 @@ def test_a_pyproject_gives_its_dependencies_and_those_of_extras(extras: list[str
         ("[tool.x]\n", [], "p: found no [project], wanted its dependencies"),
         ("[project]\ndynamic = ['dependencies']\n", [], "found dependencies to be dynamic"),
         ("[project\n", [], "environment: p: "),
+        ("project = 3\n", [], "p: found no [project], wanted its dependencies"),
+        (
+            "[project]\ndependencies = 'torch'\n",
+            [],
+            'p: found dependencies = "torch", wanted a list of texts',
+        ),
+        ("[project]\ndependencies = [3]\n", [], "p: found dependencies = [3], wanted a list of texts"),
+        ("[project]\ndynamic = [['a']]\n", [], 'p: found dynamic = [["a"]], wanted a list of texts'),
+        ("[project]\noptional-dependencies = []\n", [], "p: found no [project.optional-dependencies]"),
+        ("[project]\noptional-dependencies = {a = 'x'}\n", ["a"], 'p: found a = "x", wanted a list of texts'),
+        ("[project]\ndependencies = ['--index-url=x']\n", [], "p: found the option --index-url, wanted a"),
     ],
 )
 def test_a_pyproject_that_does_not_say_is_refused(text: str, extras: list[str], says: str) -> None:
