@@ -357,8 +357,9 @@ def _leave_out_workdir(code: Path, inventory: Inventory) -> None:
         KitError: that is for the user to do.
     """
     for host in inventory.hosts:
-        workdir = Path(os.path.expanduser(host.workdir)).resolve()  # noqa: PTH111  # raises for no user
-        if host.connection != "local" or not workdir.is_relative_to(code):
+        written = os.path.expanduser(host.workdir)  # noqa: PTH111  # raises for no user
+        workdir = Path(written).resolve()
+        if host.connection != "local" or not Path(written).is_absolute() or not workdir.is_relative_to(code):
             continue
         if why_left_out(code, (workdir.relative_to(code) / "runs/any").as_posix()) is not None:
             continue

@@ -233,6 +233,16 @@ def test_links_come_and_go_while_all_nodes_are_asked(nodes: Nodes, act: str) -> 
         assert {name for name, _ in nodes.of("hostfollow.events")} >= {"a", "b", "c"}
 
 
+def test_a_workdir_of_a_user_that_does_not_exist_makes_no_folder_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    Path("i.yaml").write_text("connection: local\nworkdir: ~no-such-user/kit\nhosts: {n: }\n")
+    node_client.list_code(load_inventory("i.yaml"), ["train.py"])
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["i.yaml", "train.py"]
+
+
 @pytest.mark.parametrize("with_git", [True, False])
 def test_a_nodes_folder_within_the_code_is_not_sent(tmp_path: Path, with_git: bool) -> None:
     """As where this repository is cloned to ~/nodekit, and inventory/local.yaml has ~/nodekit/local."""
