@@ -150,7 +150,8 @@ def torchrun_words(argv: Sequence[str], python: str) -> list[str]:
 def copying(source: Source, host: Host, code_dir: str) -> str:
     """Return the rsync command that copies the code to a host."""
     code = str(Path(source.inventory.job.code).expanduser().resolve())
-    argv = ["rsync", "-a", "--mkpath", "--filter=:- .gitignore", "--exclude=.git"]
+    ignored = ["--filter=:- .kitignore", "--filter=:- .gitignore"]  # rsync has none of their lines with `!`
+    argv = ["rsync", "-a", "--mkpath", *ignored, "--exclude=.git"]
     if host.connection == "ssh" and (host.port or host.identity_file or host.known_hosts):
         *ssh, _, _ = login_argv(host, accept_new_host_keys=False)
         argv += ["-e", shlex.join(ssh)]

@@ -631,7 +631,11 @@ def test_two_scripts_train_together_as_kit_up_would_have_it(
         assert SECRET not in file.read_text()
     code = re.search(r"^# +(rsync .*)$", Path("my scripts/node1.sh").read_text(), re.MULTILINE)
     assert code, "how the code gets there"
-    subprocess.run(shlex.split(code.group(1)), check=True)
+    (site / ".kitignore").write_text("token*\n")
+    (site / "token.txt").write_text(SECRET)
+    copied = subprocess.run([*shlex.split(code.group(1)), "-v"], check=True, capture_output=True, text=True)
+    assert "job.py" in copied.stdout
+    assert "token.txt" not in copied.stdout, "what kit does not send"
     run_both([[str(site / "my scripts" / f"node{number}.sh")] for number in (1, 2)], cwd="/")
     for rank in (0, 1):
         total, env, argv, cwd = json.loads((tmp_path / f"says.{rank}").read_text())
