@@ -115,18 +115,25 @@ def fetch(
         json.dumps([asked.digest, platform.markers, platform.libc, [each[:2] for each in has]]).encode()
     ).hexdigest()[:16]
     folder = cache / key
-    if folder.is_dir():
-        return folder
-    make_private(cache)
-    with tempfile.TemporaryDirectory(prefix=f"{key}.", dir=cache) as draft:
-        dest = _download(
-            Path(draft), asked, requirements, platform, indexes, has, time.monotonic() + timeout_s, say
-        )
-        try:
-            dest.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another kit was first
-                raise
+    try:
+        if folder.is_dir():
+            return folder
+        make_private(cache)
+        with tempfile.TemporaryDirectory(prefix=f"{key}.", dir=cache) as draft:
+            dest = _download(
+                Path(draft), asked, requirements, platform, indexes, has, time.monotonic() + timeout_s, say
+            )
+            try:
+                dest.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # another kit was first
+                    raise
+    except OSError as error:
+        raise KitError(
+            f"environment: {error.filename or cache}: {error.strerror}",
+            wanted="a folder here for the wheels",
+            cure="mend that, or set XDG_CACHE_HOME to another folder",
+        ) from error
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -217,5 +218,6 @@ def _remember(cache: Path, stats: dict[str, list[Any]]) -> None:
         make_private(cache.parent)
         draft.write_text(json.dumps(stats), encoding="ascii")
         draft.replace(cache)
-    except OSError:
-        draft.unlink(missing_ok=True)  # no cache: the next sync takes longer
+    except OSError:  # no cache: the next sync takes longer
+        with contextlib.suppress(OSError):  # as of the folder, which may be another user's
+            draft.unlink()

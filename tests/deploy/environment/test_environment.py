@@ -198,6 +198,17 @@ def test_wheels_are_for_the_nodes_platform(
         assert {"manylinux2014_x86_64", "manylinux1_x86_64", "manylinux_2_5_x86_64"} <= set(tags)
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = requirements.Asked(file="r.txt", digest="d")
+    nodes = wheels.Platform.of({"python_version": "3.11", "platform_machine": "x86_64"}, ("", ""))
+    with pytest.raises(
+        KitError, match=r"environment: .*cache.*: Not a directory, wanted a folder .*XDG_CACHE_HOME"
+    ):
+        wheels.fetch(asked, "x", nodes, requirements.indexes(Environment()), timeout_s=60)
+
+
 def test_what_is_fetched_here_is_what_the_nodes_python_needs(tmp_path: Path) -> None:
     for name in ("old", "new", "tinypkg"):
         make_wheel(

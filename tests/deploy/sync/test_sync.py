@@ -254,6 +254,16 @@ def test_hash_of_a_file_just_written_is_not_remembered(
     assert list_code(tmp_path).digest != first
 
 
+def test_a_cache_that_cannot_be_written_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("of another user, as after `sudo pip`: root may write to any")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "code/a")
+    monkeypatch.setattr(listing, "_RACY_NS", -10_000_000_000)  # there is something to remember
+    assert list(list_code(tmp_path / "code").stats) == ["a"]
+
+
 def test_empty_and_missing_folders(tmp_path: Path) -> None:
     assert list_code(tmp_path).entries == ()
     with pytest.raises(KitError, match="not a folder"):
