@@ -251,7 +251,12 @@ class _Rules:
             if os.path.isfile(file):  # noqa: PTH113  (once per folder of a big tree)
                 import pathspec  # most trees have no such file
 
-                text = Path(file).read_text(encoding="utf-8-sig", errors="surrogateescape")
+                try:
+                    text = Path(file).read_text(encoding="utf-8-sig", errors="surrogateescape")
+                except OSError as error:  # what it leaves out may be secret
+                    raise KitError(
+                        f"{file} cannot be read: {error.strerror}", "to know what not to send", "mend that"
+                    ) from error
                 lines = [line for line in text.splitlines() if line]
                 try:
                     self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)

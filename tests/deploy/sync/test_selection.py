@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from nodekit.deploy.story import leftout
 from nodekit.deploy.story.leftout import find
 from nodekit.deploy.sync.listing import list_code
 from nodekit.deploy.sync.selection import why_left_out
+from nodekit.inventory.errors import KitError
 
 WITH_GIT = pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
 # As in many public repositories: data is prepared beside a script, and git is not for it.
@@ -82,6 +85,26 @@ def test_kitignore_puts_back_what_gitignore_leaves_out(
     (folder / ".kitignore").write_text(kitignore)
     always = ALWAYS if "data" not in ignored else [each for each in ALWAYS if not each.startswith("data")]
     assert sent(folder) == sorted({*always, *put_back})
+
+
+@pytest.mark.parametrize("name", [".gitignore", ".kitignore"])
+def test_an_ignore_file_that_cannot_be_read_sends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = project(tmp_path, with_git=False)
+    (folder / name).write_text("secret\n")
+    real = Path.read_text
+
+    def read_text(path: Path, *args: Any, **options: Any) -> str:  # root may read any file
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(
+        KitError, match=rf"/\{name} cannot be read: Permission denied, wanted to know what not"
+    ):
+        list_code(folder)
 
 
 @WITH_GIT
