@@ -18,6 +18,7 @@ from nodekit.deploy.drill.drill_watch import Watch
 from nodekit.deploy.drill.faults import Fault, Struck, make_whole
 from nodekit.deploy.host.files import make_private
 from nodekit.deploy.records import runs
+from nodekit.deploy.records.record_files import told
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.inventory.copied import copied
@@ -74,7 +75,8 @@ class Drill:
         self._say = say
         self._is_own_job = not (command or inventory.job.command)
         self._command = OWN_JOB if self._is_own_job else tuple(command)
-        make_private(folder)
+        with told(folder):
+            make_private(folder)
         # Under another name, so that `kit up` does not resume a drill's run, and a drill does not end one of kit up's.
         self._inventory = folder / "inventory.yaml"
         text = copied(inventory.path, name=f"{inventory.name}-drill")

@@ -91,7 +91,8 @@ class SelfTest:
         self._engines = options.engines or tuple(ENGINES)
         self._ssh = ["--accept-new-host-keys"] if options.ssh.accept_new_host_keys else []
         self._gpus = gpus.share(inventory.hosts, {name: each.gpus for name, each in facts.items()})
-        make_private(folder)
+        with record_files.told(folder):
+            make_private(folder)
         # The user's code is not sent: what is trained is kit's own.
         (folder / "code").mkdir()
         (folder / "code/README").write_text("kit selftest trains a task of kit's own.\n", encoding="utf-8")

@@ -23,6 +23,7 @@ from agents import until
 from kit_runs import Kit
 from rich.console import Console
 
+from nodekit.deploy.commands.cli import main
 from nodekit.deploy.drill.drill import chosen, conclude, table
 from nodekit.deploy.drill.drill_report import (
     Curve,
@@ -221,6 +222,18 @@ def test_the_table_has_one_line_per_fault_also_in_a_narrow_terminal(width: int) 
     assert "went on" in lines[2]
     assert lines[3].endswith("not survived")
     assert lines[4].endswith("not tried")
+
+
+def test_a_state_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state").write_text("of another user: root may write to any")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    file = tmp_path / "two.yaml"
+    file.write_text(f"connection: local\nworkdir: {tmp_path}/work\nhosts: {{a: , b: }}\n")
+    for command in ("drill", "selftest"):
+        assert main([command, str(file)]) == 1
+        assert re.search(rf"/{command}s/.* cannot be written: Not a directory", capsys.readouterr().err)
 
 
 def test_the_verdict_names_what_was_not_survived(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
