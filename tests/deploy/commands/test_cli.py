@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import errno
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +137,35 @@ def test_of_errors_on_several_hosts_each_stands_by_itself(
     monkeypatch.setattr(status, "run", run)
     assert cli.main(["status"]) == 1
     assert capsys.readouterr().err == "kit: gpu1: no route\nkit: gpu2: refused; start sshd\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["check", "closed/x.yaml"],
+        ["init", "a", "-o", "closed/x.yaml"],
+        ["test", "closed/x"],
+        ["bench", "local", "--png", "closed/x.png"],
+        ["selftest", "local", "-o", "closed/x"],
+    ],
+)
+def test_a_file_in_a_folder_that_may_not_be_entered_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    real = os.stat
+
+    def closed(path: Any, *args: Any, **options: Any) -> os.stat_result:  # root may enter any
+        if "closed/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "stat", closed)
+    assert cli.main(argv) == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"kit: closed/x\S*: Permission denied; namei -l /\S+/closed/x\S* shows whose it is\n", said
+    )
 
 
 def test_what_follows_the_dashes_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
