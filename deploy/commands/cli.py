@@ -63,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         except BrokenPipeError:  # the reader of a pipe (head, less) has left, who had enough
             return 0
-        except (
-            PermissionError
-        ) as error:  # so ends each question about a file in a folder that we may not enter
+        except PermissionError as error:
+            # So ends each question about a file in a folder that we may not enter.
             if not isinstance(error.filename, str | os.PathLike) or args.debug or name in HIDDEN:
                 raise
             file = shlex.quote(os.path.abspath(error.filename))  # noqa: PTH100

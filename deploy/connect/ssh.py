@@ -95,12 +95,8 @@ def _open(connection: Any, hops: list[Client], target: SshTarget) -> None:
             f"{connection.host}:{connection.port} ({error.text})",
             cure="is the host up, and does the jump host's sshd allow forwarding?",
         ) from error
-    except (
-        paramiko.SSHException,
-        EOFError,
-        OSError,
-        ValueError,
-    ) as error:  # the last: a ProxyCommand's quote
+    except (paramiko.SSHException, EOFError, OSError, ValueError) as error:
+        # ValueError is a ProxyCommand's, with a quote that is not closed.
         _close_all(hops)
         raise HostError(
             target.name, f"connecting to {connection.host}:{connection.port} failed: {_words(error)}"

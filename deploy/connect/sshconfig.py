@@ -33,10 +33,7 @@ def read(home: Path) -> paramiko.SSHConfig:
         try:
             if file.is_file():
                 config.parse(io.StringIO("\n".join(_lines(file, base, 0))))
-        except (
-            paramiko.SSHException,
-            ValueError,
-        ) as error:  # Match it does not know, a quote that is not closed
+        except (paramiko.SSHException, ValueError) as error:  # an unknown Match, a quote that is not closed
             raise ConfigError(f"{file}: {error}") from error
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}") from error

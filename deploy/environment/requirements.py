@@ -86,9 +86,8 @@ def read(environment: Environment) -> Asked:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(
-            encoding="utf-8-sig"
-        )  # as pip; in the middle of the flat text it would be a name's
+        # As pip: in the middle of the flat text, a byte order mark would be part of a name.
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise KitError(f"environment: {path}: {getattr(error, 'strerror', None) or error}") from error
 

@@ -46,9 +46,7 @@ def make_private(folder: Union[str, "os.PathLike[str]"]) -> None:
     Raises:
         OSError: it cannot be made.
     """
-    if str(folder).startswith(
-        "~"
-    ):  # `expanduser` knows of nobody of that name; here it is no name of a folder
+    if str(folder).startswith("~"):  # what `expanduser` has left is of nobody, and no folder's name here
         raise FileNotFoundError(errno.ENOENT, "there is no such user", str(folder))
     missing = [os.path.abspath(folder)]
     while not os.path.lexists(os.path.dirname(missing[-1])):

@@ -254,9 +254,8 @@ class _Rules:
                 try:
                     text = Path(file).read_text(encoding="utf-8-sig", errors="surrogateescape")
                 except OSError as error:  # what it leaves out may be secret
-                    raise KitError(
-                        f"{file} cannot be read: {error.strerror}", "to know what not to send", "mend that"
-                    ) from error
+                    text = f"{file} cannot be read: {error.strerror}"
+                    raise KitError(text, cure="mend that: it says what is not to be sent") from error
                 lines = [line for line in text.splitlines() if line]
                 try:
                     self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)

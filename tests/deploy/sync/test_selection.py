@@ -101,9 +101,7 @@ def test_an_ignore_file_that_cannot_be_read_sends_nothing(
         return real(path, *args, **options)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    with pytest.raises(
-        KitError, match=rf"/\{name} cannot be read: Permission denied, wanted to know what not"
-    ):
+    with pytest.raises(KitError, match=rf"/\{name} cannot be read: Permission denied; mend that"):
         list_code(folder)
 
 
