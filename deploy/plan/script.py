@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import os
 import re
@@ -59,9 +60,8 @@ def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
     """
     argv = plan.argv_of(inventory, command)
     code = Path(inventory.job.code).expanduser()
-    if not code.is_dir():
-        cure = "correct it, or run kit in another folder: it is relative to where kit is run"
-        raise KitError(f"job.code: {code.resolve()} is no folder", "the folder to send", cure)
+    with _told(code, "set job.code to the folder of your code, one that you may read"):
+        os.scandir(code).close()
     for name in _needed(argv)[1]:
         if not Path(name).is_absolute():
             _refuse_absent(code, name, argv)
@@ -121,6 +121,15 @@ def _first_operand(words: Sequence[str], *, valued: re.Pattern[str]) -> str | No
     return None
 
 
+@contextlib.contextmanager
+def _told(path: Path, cure: str) -> Iterator[None]:
+    """Raise KitError where a path cannot be read: nothing else is known of it."""
+    try:
+        yield
+    except OSError as error:
+        raise KitError(f"{path.resolve()} cannot be read: {error.strerror}", cure=cure) from error
+
+
 def _refuse_absent(code: Path, name: str, argv: Sequence[str]) -> None:
     root = code.resolve()
     path, within = code / name, os.path.normpath(name)
@@ -133,7 +142,11 @@ def _refuse_absent(code: Path, name: str, argv: Sequence[str]) -> None:
             f"{name} lies outside of {root}, the folder that is synced, and so would not be on the hosts",
             cure=f"copy it into that folder, or set job.code to one that holds both ({both})",
         )
-    if not path.exists():
+    with _told(path, "see to its permissions, and those of its folder"):
+        is_there = path.exists()
+        if path.is_file():
+            path.open("rb").close()
+    if not is_there:
         raise KitError(
             f"no {name} in {root}, the folder that is synced",
             cure="run kit from your code's folder, or set job.code",

@@ -342,7 +342,7 @@ def list_code(inventory: Inventory, command: list[str] | tuple[str, ...] | None)
     """The code as it is now.
 
     Raises:
-        KitError: it, or the script, is not there.
+        KitError: it, or the script, is not there, or cannot be read.
     """
     code = Path(inventory.job.code).expanduser()
     script.find(inventory, command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,6 @@ def test_a_file_is_python_as_it_is_to_torchrun_whatever_its_name_and_first_line(
     assert plan.argv_of(found, ["python", name, "--lr"]) == ("python", "-u", name, "--lr")
 
 
-@pytest.mark.parametrize("command", [None, ["-m", "mine"], ["train.py"]])
-def test_a_code_folder_that_is_not_there_is_named(tmp_path: Path, command: list[str] | None) -> None:
-    found = inventory(tmp_path, f"{ONE}job: {{code: {tmp_path}/none}}\n")
-    with pytest.raises(KitError, match=rf"job\.code: {tmp_path}/none is no folder, wanted"):
-        script.read(found, command)
-
-
 def test_a_folder_is_python_where_it_has_a_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job").mkdir()
@@ -62,6 +56,35 @@ def test_a_folder_is_python_where_it_has_a_main(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "job/__main__.py").write_text("import torch")
     assert plan.argv_of(found, ["job"]) == ("python", "-u", "job")
     assert script.read(found, ["job"]).imports == ("torch",)
+
+
+@pytest.mark.parametrize("locked", ["code", "code/sub", "code/sub/train.py"])
+def test_what_may_not_be_read_is_not_taken_for_absent_or_for_a_folder(tmp_path: Path, locked: str) -> None:
+    script_file = tmp_path / "code/sub/train.py"
+    script_file.parent.mkdir(parents=True)
+    script_file.write_text(TRAIN)
+    (tmp_path / locked).chmod(0)
+    found = inventory(tmp_path, f"{ONE}job: {{code: {tmp_path / 'code'}}}\n")
+    folders = [tmp_path, *tmp_path.parents][:-2] if os.getuid() == 0 else []
+    modes = {each: each.stat().st_mode for each in folders}
+    for each in folders:  # root may read all: be somebody else meanwhile, who reaches this far
+        each.chmod(0o755)
+    os.seteuid(65534) if folders else None
+    try:
+        with pytest.raises(KitError, match=rf"{tmp_path}/code\S* cannot be read: Permission denied"):
+            script.find(found, ["sub/train.py"])
+    finally:
+        os.seteuid(os.getuid())
+        for each, mode in modes.items():
+            each.chmod(mode)
+        (tmp_path / locked).chmod(0o700)
+
+
+def test_a_code_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    found = inventory(tmp_path, f"{ONE}job: {{code: {tmp_path / 'gone'}}}\n")
+    for command in (None, ["train.py"], ["-m", "package"]):
+        with pytest.raises(KitError, match=rf"{tmp_path}/gone cannot be read: No such file or directory"):
+            script.find(found, command)
 
 
 def test_an_absolute_path_is_what_the_hosts_say_it_is(tmp_path: Path) -> None:
