@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
-import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
-from typing import Any
 
-from nodekit.deploy.commands.arguments import EXIT_CODES, tell
-from nodekit.deploy.commands.command import Command, HelpFormatter, load
-from nodekit.deploy.output import terminal
-from nodekit.deploy.output.interrupts import NothingLeft
-from nodekit.inventory.errors import KitError
+try:  # all that takes time before `main`: a Ctrl-C here is no traceback, either
+    import argparse
+    import contextlib
+    import os
+    import shlex
+    from collections.abc import Iterator, Mapping, Sequence
+    from difflib import get_close_matches
+    from typing import Any
+
+    from nodekit.deploy.commands.arguments import EXIT_CODES, tell
+    from nodekit.deploy.commands.command import Command, HelpFormatter, load
+    from nodekit.deploy.output import terminal
+    from nodekit.deploy.output.interrupts import NothingLeft
+    from nodekit.inventory.errors import KitError
+except KeyboardInterrupt:
+    sys.exit(130)
 
 GROUPS = {
     "prepare": ("init", "check", "shell", "clean", "notify", "schema", "completion"),

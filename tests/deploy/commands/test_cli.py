@@ -229,6 +229,22 @@ def test_wrong_usage_is_told_with_what_is_right(
     assert status == (1 if "has no hostname" in said else 2)
 
 
+def test_a_ctrl_c_while_kit_is_loaded_is_no_traceback() -> None:
+    code = """
+import sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "nodekit.deploy.output.terminal":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from nodekit.deploy.commands.cli import main
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_look_at_a_run_loads_nothing_of_a_start() -> None:
     code = "import sys, nodekit.deploy.ssh_backend.backend; sys.exit('nodekit.deploy.launch.start' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
