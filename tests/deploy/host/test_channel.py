@@ -301,11 +301,13 @@ def test_what_a_login_shell_says_in_place_of_python_is_told(shell: str, says: st
 
 def test_a_machine_without_descriptors_is_not_told_of_as_a_bad_python() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with open(os.devnull) as file:
+    with Path(os.devnull).open() as file:
         num_open = file.fileno()
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 2, limits[1]))
     try:
-        with pytest.raises(HostError, match=r"its python cannot be started: Too many open files; .*ulimit -n"):
+        with pytest.raises(
+            HostError, match=r"its python cannot be started: Too many open files; .*ulimit -n"
+        ):
             open_local("here", sys.executable)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
