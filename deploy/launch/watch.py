@@ -24,7 +24,7 @@ from nodekit.deploy.notify import notify
 from nodekit.deploy.output.interrupts import Interrupts, Terminated
 from nodekit.deploy.output.wording import count
 from nodekit.deploy.records import fetchlogs, locks
-from nodekit.deploy.records.runs import STOPPED_EXIT, Run
+from nodekit.deploy.records.runs import LIVE, STOPPED_EXIT, Run
 from nodekit.deploy.screen.verdict_screen import failed_screen, is_over, resume_command, with_left_out
 from nodekit.deploy.screen.view import Doing, FullScreen, View, fits_screen
 from nodekit.deploy.screen.view_model import ViewModel
@@ -39,6 +39,7 @@ from nodekit.inventory.errors import JobFailed, KitError, NotWritten
 from nodekit.inventory.schema import Inventory
 
 NO_PROGRESS_EXIT = 4
+SUPERVISED_TIMEOUT_S = 10.0
 
 
 def watch(
@@ -49,6 +50,7 @@ def watch(
     shown: Mapping[str, Mapping[str, int]] | None = None,
     is_asked: bool = True,
     interrupts: Interrupts | None = None,
+    lock: locks.SupervisorLock | None = None,
 ) -> int:
     """Watch a run to its end, and act for it unless another does; Ctrl-C stops it everywhere. The exit status.
 
@@ -61,10 +63,11 @@ def watch(
         shown: node → log → how much of it has been shown.
         is_asked: whether a user sits there.
         interrupts: Ctrl-C's; None where signals are the caller's.
+        lock: the run's, where it may be held already.
     """
     interrupts = interrupts or Interrupts()
     interrupts.hold()  # one that comes before there is what stops the run stops it a moment later
-    run, lock = client.run, locks.SupervisorLock(client.run)
+    run, lock = client.run, lock or locks.SupervisorLock(client.run)
 
     def stays() -> str:
         return _locked_out(client) if lock.is_held else ""
@@ -224,19 +227,31 @@ def _leave(client: NodeClient, options: Options, lock: locks.SupervisorLock, int
 
 
 def leave_a_supervisor(run: Run, options: Options) -> None:
-    """Start a process that goes on supervising a run when this one is gone."""
+    """Start a process that goes on supervising a run when this one is gone, and wait until it does."""
     place = options.metrics
     served = [f"--metrics-port={place.port}", f"--metrics-address={place.address}"] if place else []
     if logging.getLogger(__name__).isEnabledFor(logging.DEBUG):
         served.append("--debug")
     with _log_of_supervisor(run) as log:
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "nodekit.deploy.commands.cli", "supervise", run.run_id, *served],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
+    # Before, all others would say that nobody looks after this run.
+    deadline = time.monotonic() + SUPERVISED_TIMEOUT_S
+    while not locks.is_held(run.folder / "supervisor.lock") and time.monotonic() < deadline:
+        if process.poll() is not None:
+            if run.as_recorded().state in LIVE:
+                why = f"{run.folder / 'supervisor.log'} says why; {resume_command(run)} supervises it"
+                print(
+                    f"warning: nobody supervises {run.run_id}: the process for that has ended; {why}",
+                    flush=True,
+                )
+            return
+        time.sleep(0.02)
 
 
 def _log_of_supervisor(run: Run) -> IO[str]:

@@ -108,9 +108,11 @@ class SshBackend:
         signal.signal(signal.SIGHUP, lambda *_: None)
         with Interrupts() as interrupts:
             interrupts.hold()  # `watch` says what one does that comes now
+            lock = SupervisorLock(run)
+            lock.acquire()  # before hosts are waited for: meanwhile, nobody else would say that it is looked after
             with cluster.channels(inventory.hosts, options.ssh, some=True) as channels:
                 client = NodeClient(run, inventory, channels)
-                return launch_watch.watch(client, options, is_asked=False, interrupts=interrupts)
+                return launch_watch.watch(client, options, is_asked=False, interrupts=interrupts, lock=lock)
 
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
         """Show a run until it ends or the user leaves; the exit status is that of `kit up`, 0 where the user left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,3 +105,19 @@ def test_a_closed_terminal_leaves_nobody_who_would_hold_the_lock_and_reach_no_no
     assert "needs ssh-agent" in events.read(opened.run.folder)[-1].fields["text"]
     monkeypatch.setattr(FakeChannel, "connection", None)
     assert (leave(), left) == (0, [opened.run.run_id])
+
+
+def test_a_supervisor_that_ends_at_once_is_told_of(
+    opened: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    opened.run.state = "running"
+    opened.run.save()
+    watch.leave_a_supervisor(opened.run, Options(inventory=tmp_path / "lab.yaml"))
+    said = capsys.readouterr().out
+    assert re.match(
+        rf"warning: nobody supervises {opened.run.run_id}: .*supervisor\.log says why; kit up ", said
+    )
+    opened.run.finish_stopped()
+    watch.leave_a_supervisor(opened.run, Options(inventory=tmp_path / "lab.yaml"))
+    assert not capsys.readouterr().out, "it had nothing to do"

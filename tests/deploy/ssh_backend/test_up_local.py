@@ -137,6 +137,9 @@ def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
     done = local.run("up", "two nodes.yaml", "-d", "--", "job.py")
     assert done.returncode == 0, done.stdout + done.stderr
     found = run_id(done.stdout)
+    assert locks.is_supervised(find_runs.find(found)), (
+        "not a moment later alone: kit runs would say it is left"
+    )
     assert f"{found} is running: kit up 'two nodes.yaml' -- job.py attaches to it" in done.stdout
     shown = local.run("status", found[:-2]).stdout  # the beginning of an id will do
     assert re.search(r"^  a  running  rank 0 of 2$", shown, re.MULTILINE), shown
