@@ -425,6 +425,8 @@ def _record(
             )
         run.token = run.token or token_hex(16)
         run.clock_offsets = {name: found.clock_offset_s for name, found in facts.items()}
+        if not is_placed:  # else the nodes share the folder
+            run.earlier = _earlier(run, [node.name for node in planned.nodes])
         run.inventory, run.is_placed = dump(inventory), is_placed
         run.skip_check = options.skip_check
         run.state, run.started, run.ended = "starting", time.time(), None
@@ -437,6 +439,13 @@ def _record(
             for each in run.nodes.values():
                 each["env"]["NODEKIT_SNAPSHOT_EXPECTED"] = words
     return run
+
+
+def _earlier(run: Run, nodes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The nodes that a run has had before it goes on with `nodes`, and how they were reached, for `kit rm`."""
+    hosts = {host["name"]: host for host in run.inventory.get("hosts", ())}
+    before = {name: {**node, "host": hosts[name]} for name, node in run.nodes.items() if name in hosts}
+    return {name: node for name, node in {**run.earlier, **before}.items() if name not in nodes}
 
 
 def _send(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nodekit.deploy.host.files import NOT_FOUND, append_private, make_private, read, retried, write_private
 from nodekit.deploy.host.schema import FINISHED, EventKind, Finished
@@ -25,6 +25,9 @@ from nodekit.deploy.records.record_files import (
     waited_for,
 )
 from nodekit.inventory.errors import KitError, NotWritten
+
+if TYPE_CHECKING:
+    from nodekit.inventory.schema import Host
 
 Outcome = Finished
 ENDED = FINISHED
@@ -61,6 +64,9 @@ class Run:
     """The known cause of its end: name, what, cure; {} where there is none (and in old records)."""
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """node → its plan (deploy/plan/plan.py): where to find it again, and how to start it again."""
+    earlier: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """node that an earlier start had and this one has not → its plan, and, as `host`, how it was reached: a part of the
+    run may lie there."""
     argv: list[str] = field(default_factory=list)
     """What its ranks run, with {node} and the like as they were written; [] in old records."""
     token: str = field(default="", repr=False)
@@ -397,6 +403,8 @@ class RunFolder(NamedTuple):
     path: str
     snapshots: str = ""
     """Where else it keeps snapshots there."""
+    reached: Host | None = None
+    """How, where that host is none of the run's any more."""
 
 
 def public(run: Run) -> Mapping[str, Any]:

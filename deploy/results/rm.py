@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,8 +125,10 @@ def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str
 
     removal = Removal(run)
     backend = backend_of(run)
-    removal.places = [Place(*each) for each in backend.folders(run)]
-    with cluster.channels(backend.hosts(run).values(), options, some=True) as channels:
+    folders = backend.folders(run)
+    removal.places = [Place(each.host, each.path, each.snapshots) for each in folders]
+    hosts = {**backend.hosts(run), **{each.host: each.reached for each in folders if each.reached}}
+    with cluster.channels(hosts.values(), options, some=True) as channels:
         if why := backend.still_there(run, channels):
             removal.problems.append(why)
         removal.lost = [place.host for place in removal.places if place.host not in channels]
@@ -140,20 +143,22 @@ def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str
         told: set[tuple[str, str]] = set()
         alive: set[tuple[tuple[str, str], str]] = set()
         answers = on_all(by_host, look)
-        folders = hostfacts.folders(
+        shared = hostfacts.folders(
             {host: each["shared"] for host, each in answers.items() if not isinstance(each, Exception)}
         )
         for host, found in answers.items():
             if isinstance(found, Exception):
                 removal.problems.append(str(found))
                 continue
-            by_host[host].found = {**found, "shared": folders[host]}
+            by_host[host].found = {**found, "shared": shared[host]}
             key = by_host[host].key
             # A folder is every host's that shares it; what runs is each host's own, and found again only by hosts that
             # are one machine.
             if what := [each for each in found["alive"] if (key, each) not in alive]:
                 alive |= {(key, each) for each in what}
-                removal.problems.append(f"{host}: {'; '.join(what)}; kit down {run.run_id} ends it")
+                is_earlier = host in run.earlier.keys() - run.nodes.keys()
+                ends = f"clean {shlex.quote(run.inventory_path)}" if is_earlier else f"down {run.run_id}"
+                removal.problems.append(f"{host}: {'; '.join(what)}; kit {ends} ends it")
             elif found["problem"] and key not in told:
                 removal.problems.append(f"{host}: {found['problem']}")
             elif not found["problem"] and (why := _not_seen_gone(run, host, found)):
@@ -176,7 +181,7 @@ def _arguments(run: Run, place: Place) -> dict[str, Any]:
     return {
         "folder": place.folder,
         "run_id": Path(place.folder).name,
-        "names": list(run.nodes),
+        "names": [*run.earlier, *run.nodes],
         "snapshots": place.snapshots,
     }
 

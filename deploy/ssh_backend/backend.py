@@ -266,11 +266,12 @@ class SshBackend:
         return {host.name: host for host in restore(run.inventory).hosts if spare or host.name in run.nodes}
 
     def folders(self, run: Run) -> list[RunFolder]:
-        """Where the nodes of a run have it."""
+        """Where the nodes of a run have it, and those that it has had."""
         found = []
-        for name, node in run.nodes.items():
+        for name, node in {**run.earlier, **run.nodes}.items():
             shared = node["env"]["NODEKIT_SNAPSHOT_DIR"] if "NODEKIT_SNAPSHOT_SHARED" in node["env"] else ""
-            found.append(RunFolder(name, str(Path(node["node_dir"]).parent), shared))
+            reached = None if name in run.nodes else Host.model_validate(node["host"])
+            found.append(RunFolder(name, str(Path(node["node_dir"]).parent), shared, reached))
         return found
 
     def record(self, run: Run, channels: Mapping[str, HostChannel]) -> Run:

@@ -21,6 +21,7 @@ from kit_runs import Kit, run_id
 from nodekit.deploy.commands import cli
 from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.host.node import removal
+from nodekit.deploy.launch import start
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.records.runs import Run
@@ -278,6 +279,37 @@ def test_a_host_that_cannot_be_reached_keeps_the_run_unless_it_is_lost(
     assert cli.main(["rm", ID, "--yes", "--lost"]) == 0
     assert "  b: cannot be reached; what is there stays" in capsys.readouterr().out
     assert not site.is_on_record
+
+
+def test_what_an_earlier_start_has_left_on_a_host_of_its_own_goes_too(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = site.run.nodes["b"]
+    work = tmp_path / "of b"
+    place = work / "runs" / ID
+    place.mkdir(parents=True)
+    (site.place / "b").rename(place / "b")
+    (work / ".id").write_text("fedcba9876543210")
+    site.run.nodes["b"] = {**node, "node_dir": str(place / "b"), "env": {"NODEKIT_SNAPSHOT_DIR": str(place)}}
+    site.run.earlier = start._earlier(site.run, ["a"])
+    del site.run.nodes["b"]
+    site.run.inventory["hosts"] = [host for host in site.run.inventory["hosts"] if host["name"] == "a"]
+    site.run.save()
+
+    assert cli.main(["rm", ID, "--yes"]) == 0
+    assert f"b:{place}" in capsys.readouterr().out
+    assert not place.exists()
+    assert not site.place.exists()
+    assert not site.is_on_record
+
+
+def test_a_node_of_an_earlier_start_is_forgotten_by_no_later_one_until_it_is_back(site: Site) -> None:
+    run = site.run
+    run.earlier = start._earlier(run, ["a"])
+    del run.nodes["b"]
+    run.earlier = start._earlier(run, ["a"])
+    assert (list(run.earlier), run.earlier["b"]["host"]["connection"]) == (["b"], "local")
+    assert start._earlier(run, ["a", "b"]) == {}
 
 
 def test_what_runs_on_one_of_the_hosts_that_share_a_folder_is_never_passed_over(
