@@ -481,13 +481,15 @@ def _wait_started(client: NodeClient, names: Sequence[str]) -> None:
         HostError: an agent ended at once, or the nodes did not find each other in time.
     """
     deadline = time.monotonic() + STARTED_TIMEOUT_S
+    is_in_vain = threading.Event()  # one has ended, and the others would wait for it until the deadline
 
     def wait(name: str) -> None:
-        while True:
+        while not is_in_vain.is_set():
             status = client.status(name)
             if status.get("state") in ("running", "waiting", *runs.ENDED):
                 return
             if not status["alive"]:
+                is_in_vain.set()
                 raise HostError(
                     name, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}"
                 )

@@ -10,7 +10,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import warm_agents
@@ -329,6 +330,18 @@ def test_ctrl_c_while_a_run_starts_stops_what_has_started_and_again_kills_it(
     assert not any(each["alive"] for each in nodes().values())
     assert capsys.readouterr().err == "kit: stopped; nothing is left running\n"
     assert (find_runs.find(None).state, find_runs.find(None).verdict) == ("stopped", "stopped by Ctrl-C")
+
+
+def test_an_agent_that_ends_at_once_is_told_of_at_once_though_the_others_wait_for_it() -> None:
+    nodes: dict[str, Any] = {
+        "a": {"alive": False, "agent_log": "no such module"},
+        "b": {"alive": True, "state": "rendezvous"},
+    }
+    began = time.monotonic()
+    with pytest.raises(KitError) as error:
+        start._wait_started(cast(NodeClient, SimpleNamespace(status=nodes.get)), list(nodes))
+    assert (str(error.value), len(error.value.errors)) == ("a: its agent ended at once: no such module", 1)
+    assert time.monotonic() - began < start.STARTED_TIMEOUT_S / 2
 
 
 # It ends when the other one has begun, too: who begins late would be ended before it has said so.
