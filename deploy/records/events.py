@@ -17,6 +17,7 @@ from nodekit.deploy.host import current_status
 from nodekit.deploy.host.files import NOT_FOUND, append_private, check_regular, retried
 from nodekit.deploy.host.files import read as read_file
 from nodekit.deploy.host.schema import EventKind, NodeStatus
+from nodekit.deploy.records.record_files import see_to
 from nodekit.inventory.errors import KitError
 
 FILE = "events.jsonl"
@@ -147,7 +148,7 @@ def unreadable(path: Path, error: OSError) -> KitError:
     """What to say of a run's file of events that cannot be read."""
     return KitError(
         f"{path} cannot be read: {error.strerror}, so what has happened in this run is not known",
-        cure=f"see to the disk (df {path.parent})",
+        cure=see_to(path.parent, error),
     )
 
 

@@ -31,6 +31,13 @@ def folder() -> Path:
     return runs_folder()
 
 
+def see_to(folder: Path, error: OSError) -> str:
+    """What to do where a file in a folder cannot be read or written."""
+    if isinstance(error, PermissionError):
+        return f"see whose it is (ls -ld {folder}), or set XDG_STATE_HOME to a folder of yours"
+    return f"see to the disk (df {folder})"
+
+
 @contextlib.contextmanager
 def told(path: Path) -> Iterator[None]:
     """Raise NotWritten where a file cannot be written."""
@@ -38,7 +45,7 @@ def told(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise NotWritten(
-            f"{path} cannot be written: {error.strerror}", cure=f"see to the disk (df {path.parent})"
+            f"{path} cannot be written: {error.strerror}", cure=see_to(path.parent, error)
         ) from error
 
 

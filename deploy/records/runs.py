@@ -20,6 +20,7 @@ from nodekit.deploy.records.record_files import (
     Unreadable,
     fields_of,
     folder,
+    see_to,
     told,
     unreadable_record,
     waited_for,
@@ -174,7 +175,7 @@ class Run:
             return {}
         except OSError as error:
             raise KitError(
-                f"{path} cannot be read: {error.strerror}", cure=f"see to the disk (df {path.parent})"
+                f"{path} cannot be read: {error.strerror}", cure=see_to(path.parent, error)
             ) from error
         except (ValueError, TypeError) as error:
             cure = "remove it, then kit drain again what is to stay out"
@@ -244,7 +245,7 @@ class Run:
             except NOT_FOUND:
                 pass  # a new run
             except OSError as error:
-                cure = f"see to the disk (df {self.folder})"
+                cure = see_to(self.folder, error)
                 raise NotWritten(f"{path} cannot be read: {error.strerror}", cure=cure) from error
             except ValueError as error:
                 if not mends:
@@ -366,7 +367,7 @@ def on_record() -> tuple[list[Run], list[Unreadable]]:
         names = []
     except OSError as error:
         raise KitError(
-            f"{folder()} cannot be read: {error.strerror}", cure=f"see to the disk (df {folder()})"
+            f"{folder()} cannot be read: {error.strerror}", cure=see_to(folder(), error)
         ) from error
     for name in names:
         path, data = str(folder() / name / FILE), b""

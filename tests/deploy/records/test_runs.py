@@ -616,3 +616,13 @@ def test_records_are_where_xdg_says(given: str | None, found: str, monkeypatch: 
     if given is not None:
         monkeypatch.setenv("XDG_STATE_HOME", given)
     assert str(record_files.folder()) == found
+
+
+@pytest.mark.parametrize(
+    ("code", "cure"),
+    [(errno.EACCES, "see whose it is (ls -ld /state)"), (errno.EIO, "see to the disk (df /state)")],
+)
+def test_what_is_another_users_is_not_told_of_as_a_full_disk(code: int, cure: str) -> None:
+    with pytest.raises(NotWritten) as raised, record_files.told(Path("/state/file")):
+        raise OSError(code, os.strerror(code))
+    assert raised.value.problem.cure.startswith(cure)
