@@ -479,6 +479,7 @@ def _wait_started(client: NodeClient, names: Sequence[str]) -> None:
 
     Raises:
         HostError: an agent ended at once, or the nodes did not find each other in time.
+        KitError: the run was stopped.
     """
     deadline = time.monotonic() + STARTED_TIMEOUT_S
     is_in_vain = threading.Event()  # one has ended, and the others would wait for it until the deadline
@@ -502,4 +503,8 @@ def _wait_started(client: NodeClient, names: Sequence[str]) -> None:
                 )
             time.sleep(0.05)
 
-    _on_nodes(names, wait)
+    try:
+        _on_nodes(names, wait)
+    except KitError:
+        _refuse_stopped(client.run)  # that is why an agent has ended
+        raise

@@ -337,11 +337,16 @@ def test_an_agent_that_ends_at_once_is_told_of_at_once_though_the_others_wait_fo
         "a": {"alive": False, "agent_log": "no such module"},
         "b": {"alive": True, "state": "rendezvous"},
     }
+    run = SimpleNamespace(run_id="r", stopped_by="")
+    client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
     began = time.monotonic()
     with pytest.raises(KitError) as error:
-        start._wait_started(cast(NodeClient, SimpleNamespace(status=nodes.get)), list(nodes))
+        start._wait_started(client, list(nodes))
     assert (str(error.value), len(error.value.errors)) == ("a: its agent ended at once: no such module", 1)
     assert time.monotonic() - began < start.STARTED_TIMEOUT_S / 2
+    run.stopped_by = "kit down"
+    with pytest.raises(KitError, match="r was stopped while it was being started, by kit down"):
+        start._wait_started(client, list(nodes))
 
 
 # It ends when the other one has begun, too: who begins late would be ended before it has said so.
