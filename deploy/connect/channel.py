@@ -314,7 +314,8 @@ def _python(host: str, python: str, connection: SshConnection | None) -> Process
         # Path.expanduser raises for a user that does not exist; Popen names the missing file better.
         return LocalProcess([os.path.expanduser(python), "-c", BOOT])  # noqa: PTH111
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):  # the python may be a good one
+        # Of these, the python may be a good one.
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
             cure = "end what has taken it all here, or ask for more (ulimit -n: open files, ulimit -u: processes)"
             raise HostError(host, f"its python cannot be started: {error.strerror}", cure=cure) from error
         raise HostError(host, *_no_python(str(error))) from error
