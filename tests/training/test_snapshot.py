@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from nodekit.training import Manifest, Snapshots
+from nodekit.training import Manifest, Snapshots, World, newest_of_all
 from nodekit.training.errors import TrainingError
 from nodekit.training.process import rng
 from nodekit.training.snapshots.files import commit
@@ -231,6 +231,23 @@ def test_a_pickle_that_runs_code_is_never_run(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="Weights only load failed"):
         Snapshots(tmp_path).load()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_schedulers_milestones_are_after_a_resume_what_they_were(tmp_path: Path) -> None:
+    """They are a Counter, whose `update` adds: the rate was cut twice at each, and four times after two resumes."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 80])
+    with World.from_env({}) as world:
+        for step in (1, 2):
+            snapshots = Snapshots(tmp_path)
+            if found := newest_of_all(snapshots, world):
+                scheduler.load_state_dict(found.state["scheduler"])
+            assert scheduler.milestones == {30: 1, 80: 1}
+            snapshots.save_async({"scheduler": scheduler.state_dict()}, step=step)
+            snapshots.wait()
+        found = newest_of_all(Snapshots(tmp_path), world)
+    assert found
+    assert found.state["scheduler"]["milestones"] == {30: 1, 80: 1}
 
 
 def test_one_snapshot_is_too_few_to_keep(tmp_path: Path) -> None:

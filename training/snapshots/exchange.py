@@ -264,7 +264,8 @@ def _with_values(own: Any, values: Any) -> Any:
         made = copy.copy(own if isinstance(own, dict) else values)  # an OrderedDict of torch's has attributes
         for key in made.keys() - values.keys():
             del made[key]
-        made.update({key: _with_values(made.get(key), value) for key, value in values.items()})
+        for key, value in values.items():
+            made[key] = _with_values(made.get(key), value)  # a Counter's `update` would add
         return made
     if isinstance(values, (list, tuple)):
         parts = own if isinstance(own, (list, tuple)) and len(own) == len(values) else [None] * len(values)
