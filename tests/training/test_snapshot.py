@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -220,13 +221,23 @@ def test_what_could_not_be_loaded_safely_is_refused_when_saved(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_so_is_what_a_later_save_brings_and_the_snapshots_before_it_are_kept(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    for step in (1, 2):
+        snapshots.save({"best": None}, step=step)
+    for step in (3, 4):
+        with pytest.raises(ValueError, match=r"not numpy\..*\.item\(\)"):
+            snapshots.save({"best": np.float64(0.1)}, step=step)
+    assert [each.step for each in snapshots.manifests()] == [2, 1]
+
+
 def test_a_pickle_that_runs_code_is_never_run(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return os.mkdir, (str(tmp_path / "ran"),)
 
     snapshots = Snapshots(tmp_path)
-    snapshots._is_known_loadable = True  # another writer, not ours
+    snapshots._refuse_what_cannot_be_loaded = Mock()  # type: ignore[method-assign]  # another writer, not ours
     snapshots.save({"evil": Evil()}, step=1)
     with pytest.raises(Exception, match="Weights only load failed"):
         Snapshots(tmp_path).load()

@@ -111,7 +111,6 @@ class Snapshots:
         # And all that were of no use here, also those that could not be read.
         self._rejected: set[str] = set()
         self._unsynced: set[str] = set()  # and those whose files may not be on the disk
-        self._is_known_loadable = False
         self._host_copy = HostCopy()
         self._writer = Background("nodekit-snapshot")
 
@@ -474,13 +473,18 @@ class Snapshots:
             self._unsynced.add(manifest.name)
 
     def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
-        """Check once that the payload loads with ``weights_only``: else saving must fail now, not loading later."""
+        """Check that the payload loads with ``weights_only``: else saving must fail now, not loading later.
+
+        Each time: what was None at the first save (the best loss so far) may be a number of numpy's at a later one.
+        """
         # torch 2.4, with which `Snapshots` are refused by a message of ours, lacks it.
         from torch.serialization import get_unsafe_globals_in_checkpoint
 
-        if not self._is_known_loadable and (unsafe := get_unsafe_globals_in_checkpoint(payload)):
-            raise ValueError(f"a snapshot holds tensors and plain python values, not {', '.join(unsafe)}")
-        self._is_known_loadable = True
+        if unsafe := get_unsafe_globals_in_checkpoint(payload):
+            raise ValueError(
+                f"a snapshot holds tensors and plain python values, not {', '.join(unsafe)}: convert these before "
+                "they are saved (of numpy's, a number by .item() and an array by torch.from_numpy)"
+            )
 
     def _prune(self, committed: Manifest) -> None:
         """Remove damaged snapshots, and what is older than the newest ``keep`` that are on the disk and can be read.
