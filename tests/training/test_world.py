@@ -1,6 +1,7 @@
 """Who a rank is, from the environment, and the group it forms with the others."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -211,6 +212,19 @@ def test_a_signal_sets_the_flag_and_leaving_calls_the_deadline_off() -> None:
         until(has_deadline)
     until(lambda: not has_deadline(), what="that it is called off")
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_pool_of_a_script_ends_by_its_sigterm_and_stops_no_training() -> None:
+    """A child that is forked would write what it gets to where this process reads what it gets itself."""
+    with Stop(grace_s=200) as stop:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(20)
+        assert child.exitcode == -signal.SIGTERM
+        assert not stop._requested.wait(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: stop.requested)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

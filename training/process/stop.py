@@ -65,6 +65,10 @@ class Stop:
         self._old_handlers = {number: signal.signal(number, _ignore) for number in self._signals}
         self._thread = threading.Thread(target=self._watch, name="nodekit-stop", daemon=True)
         self._thread.start()
+        if hasattr(os, "register_at_fork") and signal.SIGTERM in self._signals:  # Windows forks nothing
+            os.register_at_fork(
+                before=self._hold, after_in_parent=self._hold_no_more, after_in_child=self._leave_alone
+            )
         return self
 
     def __exit__(
@@ -88,6 +92,26 @@ class Stop:
             self.end_within_grace(self.exit_code)
             if (call := self._call) is not None:
                 call()
+
+    def _hold(self) -> None:
+        """Have a SIGTERM that comes to a child too early wait for `_leave_alone`."""
+        if not self._left.is_set():
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+    def _hold_no_more(self) -> None:
+        if not self._left.is_set():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+
+    def _leave_alone(self) -> None:
+        """In a child: have it end by SIGTERM, as a pool ends its workers, without a word to this process's thread.
+
+        The other signals come to all processes at once, from a terminal or Slurm, and do not end it: a step may still
+        need its data loader's workers.
+        """
+        if not self._left.is_set():
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, self._old_handlers[signal.SIGTERM])
+            self._hold_no_more()
 
     def end_within_grace(self, exit_code: int) -> None:
         """End the process after the grace unless the ``with`` block is left by then."""
