@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import resource
 import subprocess
@@ -242,6 +243,37 @@ def test_a_pickle_that_runs_code_is_never_run(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="Weights only load failed"):
         Snapshots(tmp_path).load()
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_bsc])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_tensor_is_saved_as_any_other(layout: torch.layout, is_mapped: bool, tmp_path: Path) -> None:
+    """A graph's adjacency in a buffer, say: its values are no storage's, so it is copied by itself."""
+    given = torch.eye(4).to_sparse(layout=layout, blocksize=(2, 2) if layout == torch.sparse_bsc else None)
+    snapshots = Snapshots(tmp_path)
+    assert snapshots.save({"tied": [given, given]}, step=1)
+    snapshots.save_async({"tied": [given, given]}, step=2)
+    given.zero_()
+    snapshots.wait()
+    for age in ((0, 1), (0, 2)):
+        found = Snapshots(tmp_path).read_age(age, is_mapped=is_mapped)
+        assert found
+        assert [each.layout for each in found.state["tied"]] == [layout] * 2
+        assert all(each.to_dense().equal(torch.eye(4)) for each in found.state["tied"])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([[math.nan, 0.0]]).to_sparse(),
+        torch.tensor([complex(0, math.nan)]),
+        torch.tensor([math.nan]).to(torch.float8_e5m2),
+    ],
+    ids=["sparse", "complex", "float8"],
+)
+def test_nan_is_not_saved_of_whatever_type_the_tensor_is(tensor: torch.Tensor, tmp_path: Path) -> None:
+    assert Snapshots(tmp_path).save({"weights": tensor}, step=1) is None
 
 
 def test_a_schedulers_milestones_are_after_a_resume_what_they_were(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from nodekit.training.process.devices import module_of
 from nodekit.training.snapshots.background import Background
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SMALL_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _ALIGNED_BYTES = 64
 _PAGE_BYTES = 4096
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
@@ -100,6 +102,9 @@ class HostCopy:
         def tensor(source: torch.Tensor) -> torch.Tensor:
             if (known := copied.get(identity := _identity(source))) is not None:
                 return known
+            if not is_in_one_piece(source):
+                copied[identity] = source.detach().to("cpu", copy=True)
+                return copied[identity]
             copied[identity] = own = buffer(source.shape, _stride(source), source.dtype)
             fill(own, source)
             return own
@@ -154,6 +159,8 @@ def _needs(state: Any) -> tuple[int, torch.device | None]:
     gpus: list[torch.device] = []
 
     def tensor(source: torch.Tensor) -> torch.Tensor:
+        if not is_in_one_piece(source):
+            return source
         sizes[_identity(source)] = _aligned(source.numel() * source.itemsize)
         gpus.extend([source.device] if source.device.type == "cuda" else [])
         return source
@@ -176,7 +183,14 @@ def _stride(source: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(source, device="meta").stride()
 
 
+def is_in_one_piece(tensor: torch.Tensor) -> bool:
+    """Whether its values are a storage's: not a sparse one, whose indices are another tensor, nor a quantized one."""
+    return tensor.layout == torch.strided and not tensor.is_quantized
+
+
 def _identity(source: torch.Tensor) -> object:
+    if not is_in_one_piece(source):
+        return id(source)
     storage = source.untyped_storage()._cdata
     return storage, source.storage_offset(), source.shape, source.stride(), source.dtype, source.device
 
@@ -208,9 +222,7 @@ def map_tensors(
 def nan_in(value: Any, name: str = "") -> str:
     """Return where nested dicts, lists and tuples have a tensor that holds nan, as ``model.bias``; "" if none does."""
     if isinstance(value, torch.Tensor):
-        # The minimum is nan if any is; infinity may be meant, as in a mask.
-        has_nan = value.dtype in _FLOATS and value.numel() and bool(value.min().isnan())
-        return name * has_nan
+        return name * _has_nan(value)
     parts = (
         value.items()
         if isinstance(value, dict)
@@ -220,3 +232,16 @@ def nan_in(value: Any, name: str = "") -> str:
     )
     found = (nan_in(each, f"{name}.{key}" if name else str(key)) for key, each in parts)
     return next(filter(None, found), "")
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    elif tensor.dtype in _SMALL_FLOATS:
+        tensor = tensor.half()
+    # The minimum is nan if any is; infinity may be meant, as in a mask.
+    return tensor.dtype in _FLOATS and bool(tensor.numel()) and bool(tensor.min().isnan())

@@ -16,7 +16,7 @@ import torch
 from nodekit.training.errors import refuse_unsafe
 from nodekit.training.process.kept import Made
 from nodekit.training.snapshots.files.commit import HashingFile
-from nodekit.training.snapshots.hostcopy import map_tensors
+from nodekit.training.snapshots.hostcopy import is_in_one_piece, map_tensors
 
 MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
 """Names of manifests."""
@@ -247,5 +247,9 @@ def map_payload(path: Path) -> Any:
     The disk gets the room of a removed file back when no such tensor is left.
     """
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
     # Small ones may be kept for long: an optimizer keeps its count of steps as it is loaded.
-    return map_tensors(lambda each: each.clone() if each.nbytes < _SMALL_BYTES else each, state)
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if is_in_one_piece(tensor) and tensor.nbytes < _SMALL_BYTES else tensor
+
+    return map_tensors(own, state)
