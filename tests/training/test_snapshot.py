@@ -293,6 +293,17 @@ def test_a_schedulers_milestones_are_after_a_resume_what_they_were(tmp_path: Pat
     assert found.state["scheduler"]["milestones"] == {30: 1, 80: 1}
 
 
+def test_a_script_that_changes_its_folder_saves_where_it_will_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    snapshots = Snapshots("snapshots")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    snapshots.save(state(1), step=1)
+    assert loaded_step(tmp_path / "snapshots") == 1
+
+
 def test_one_snapshot_is_too_few_to_keep(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 2"):
         Snapshots(tmp_path, keep=1)

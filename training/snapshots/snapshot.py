@@ -89,7 +89,7 @@ class Snapshots:
             raise ValueError(
                 f"keep is {keep}: at least 2 was wanted, since the last one may turn out damaged"
             )
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # a script may change its own, and is started anew in this
         self.keep = keep
         self.generation = generation
         self.entered: int | None = None
