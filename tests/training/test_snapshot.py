@@ -293,6 +293,21 @@ def test_a_schedulers_milestones_are_after_a_resume_what_they_were(tmp_path: Pat
     assert found.state["scheduler"]["milestones"] == {30: 1, 80: 1}
 
 
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)])
+def test_a_step_may_be_a_number_of_numpys_or_torchs(step: Any, tmp_path: Path) -> None:
+    assert Snapshots(tmp_path).save({}, step=step)
+    found = Snapshots(tmp_path).load()
+    assert found
+    assert found.manifest.age == (0, 7)
+
+
+@pytest.mark.parametrize("step", [-1, 7.0, None])
+def test_a_step_under_which_nothing_would_be_found_is_refused(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"step is {step}: a whole number from 0 was wanted"):
+        Snapshots(tmp_path).save({}, step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_script_that_changes_its_folder_saves_where_it_will_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

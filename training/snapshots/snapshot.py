@@ -8,11 +8,12 @@ later.)
 
 import io
 import logging
+import operator
 import os
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -372,6 +373,7 @@ class Snapshots:
     def _save(
         self, state: Any, *, step: int, world_size: int, attempt: str, if_newest: bool = False
     ) -> Manifest | None:
+        step = _whole(step)
         if (if_newest or not self.allow_nan) and (name := nan_in(state)):
             log.warning(
                 "no snapshot of step %d in %s, and going on without: %s holds nan; the snapshots before it are kept",
@@ -527,3 +529,11 @@ class Snapshots:
                         shutil.rmtree(path)
                     elif is_left or commit.TEMPORARY.fullmatch(name):
                         path.unlink(missing_ok=True)
+
+
+def _whole(step: Any) -> int:
+    """A number that may be numpy's or a tensor, as a manifest has it; its file's name has room for no other."""
+    with suppress(TypeError):
+        if (number := operator.index(step)) >= 0:
+            return number
+    raise ValueError(f"a snapshot's step is {step!r}: a whole number from 0 was wanted")
