@@ -243,12 +243,13 @@ def _flush_streams() -> int:
     status = 0
     for stream in (sys.stdout, sys.stderr):
         try:
-            if stream is not None and not stream.closed:
+            # It may be of a class of the script's own, which need have no `closed`.
+            if stream is not None and not getattr(stream, "closed", False):
                 stream.flush()
-        except OSError as error:
+        except Exception as error:
+            status = _FLUSH_FAILED
             if stream is sys.stdout:
-                status = _FLUSH_FAILED
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):
                     print(
                         f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}", file=sys.stderr
                     )

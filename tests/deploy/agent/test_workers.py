@@ -156,6 +156,11 @@ def test_a_fork_is_to_a_script_what_a_fresh_interpreter_is(
         assert dumps[0]["command line"].split("\0")[1:-1] == list(command[1:])
 
 
+OWN_CLASS = (
+    "import sys\nclass Own:\n    to = sys.stdout\n    def write(self, text): self.to.write(text)\n"
+    "    def __repr__(self): return 'own'\n"
+)
+
 ENDS = {
     "nothing": ("print('said')", 0),
     "number": ("import sys; sys.exit(7)", 7),
@@ -202,6 +207,10 @@ ENDS = {
         0,
     ),
     "printed to a full disk": ("import sys\nsys.stdout = open('/dev/full', 'w')\nprint('lost')", 120),
+    "printed to its own class": (f"{OWN_CLASS}    def flush(self): self.to.flush()\nsys.stdout = Own()\nprint('x')", 0),
+    "which cannot flush": (f"{OWN_CLASS}sys.stdout = Own()", 120),
+    "nor on stderr": (f"{OWN_CLASS}    def flush(self): raise ValueError\nsys.stderr = Own()\nprint('x')", 120),
+    "closed": ("import sys\nprint('x')\nsys.stdout.close()\nsys.stderr = None", 0),
     "C": ("import ctypes\nctypes.CDLL(None).puts(b'from C')", 0),
     "warning": ("import warnings\nwarnings.warn('careful')\nwarnings.warn('old', DeprecationWarning)", 0),
 }  # fmt: skip
