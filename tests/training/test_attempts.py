@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -191,6 +194,18 @@ def test_an_attempt_that_is_over_before_it_is_joined_is_passed_over(world_of: Wo
     assert joined == [first.messages, open_.messages]
     assert torch.distributed.distributed_c10d._world.group_count == 5
     torch.distributed.distributed_c10d._world.group_count = 0
+
+
+@pytest.mark.parametrize("stdout", ["sys.stdout.close()", "sys.stdout = None", "sys.stdout = object()"])
+def test_a_script_without_a_stdout_goes_on_in_the_next_attempt(stdout: str, tmp_path: Path) -> None:
+    program = (
+        "import os, sys\nfrom nodekit.training.attempts import reform\n"
+        "from nodekit.training.group.agent_messages import NextAttempt\n"
+        f"{stdout}\nreform._take_on(NextAttempt({{'RANK': '7'}}, sys.argv[1]))\n"
+        "os.write(2, os.environb[b'RANK'])\nos._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "log"], check=True, timeout=60)
+    assert (tmp_path / "log").read_text() == "7"
 
 
 def test_what_is_kept_is_saved_as_of_the_generation_that_this_process_was_told_of(world_of: WorldOf) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -217,8 +217,11 @@ def attempt_of(world: "World", make: Callable[[], "World"]) -> "World":
 def _take_on(attempt: NextAttempt) -> None:
     """Have the environment and the log of the next attempt."""
     os.environ.update(attempt.env)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(
+            Exception
+        ):  # closed, None, or of a class of the script's own: no reason to lose the step
+            stream.flush()
     try:
         log_file = os.open(attempt.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:
