@@ -18,6 +18,15 @@ READ_AT_START = re.compile(
     r"(?!TORCHELASTIC_|TORCH_NCCL_|TORCH_FR_)(PYTHON|LD_|LC_|LANG|TZ|HOME$|MALLOC_|GLIBC_|OMP_|KMP_|GOMP_|MKL_"
     r"|OPENBLAS_|DNNL_|ONEDNN_|ATEN_|NPY_|NUMPY_|KINETO_|TORCH|PYTORCH_|AOT|INDUCTOR_|TRITON_|HALIDE_|FX_|COMPILE_|PARTITIONER_)"
 )
+# Of these, what a script can set before it imports torch. The allocator's are read with the first tensor on a GPU.
+_READ_AT_IMPORT = re.compile(
+    r"(?!PYTORCH_\w*ALLOC_CONF$|PYTHON|LD_|LC_|LANG|TZ|HOME$|MALLOC_|GLIBC_)" + READ_AT_START.pattern
+)
+_SETS = re.compile(
+    r"""^[^#\n]*(?:\benviron\[["'](\w+)["']\]\s*=(?!=)|\b(?:environ\.setdefault|putenv)\(["'](\w+)["'])""",
+    re.MULTILINE,
+)
+_IMPORTS_TORCH = re.compile(r"^\s*(?:import|from)\s+torch\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,9 @@ def refusal(
             return f"there is no {target.name}"
         if path.suffix != ".py" and b"\0" in path.read_bytes()[:1024]:
             return f"{target.name} is no source"  # an archive, or compiled: python itself knows how
+        with contextlib.suppress(OSError):  # python says so, too
+            if found := _set_for_imports(path.read_text(encoding="utf-8", errors="replace")):
+                return f"{target.name} sets {', '.join(found)}, which libraries read when they are imported"
     # A file of the user's that has the name of a module we have imported is what a fresh interpreter would import.
     with contextlib.suppress(OSError):
         for path in Path(target.folder(cwd)).iterdir():
@@ -95,3 +107,9 @@ def refusal(
             if is_loaded and (path.suffix in (".py", ".so") or (path / "__init__.py").exists()):
                 return f"{path.name} hides a module of the same name"
     return None
+
+
+def _set_for_imports(script: str) -> list[str]:
+    """The variables that a script sets, before it imports torch, for libraries that a fork has imported already."""
+    names = {first or second for first, second in _SETS.findall(_IMPORTS_TORCH.split(script, maxsplit=1)[0])}
+    return sorted(filter(_READ_AT_IMPORT.match, names))

@@ -395,6 +395,21 @@ def test_a_command_that_cannot_run_is_named_in_the_log(light: Driver) -> None:
     assert (code, said) == (127, f"kit: cannot run './no such' in {light.code}: No such file or directory\n")
 
 
+SETS = """
+import os
+os.environ['OMP_NUM_THREADS'] = '3'
+if __name__ == "__main__":
+    os.environ.setdefault("TORCH_LOGS", "dynamo")
+"""
+SETS_OTHERS = """
+import os
+# os.environ["TORCH_LOGS"] = "dynamo"
+if os.environ.get("OMP_NUM_THREADS") == "3" or os.environ["HOME"] == "3":
+    pass
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["TORCH_NCCL_X"] = ""
+import torch.utils
+os.environ["TORCH_LOGS"] = "too late, as under python"
+"""
 REFUSED = [
     (("python", "-O", "job.py"), {}, "only python"),
     (("python", "-c", "print('said')"), {}, "only python"),
@@ -410,12 +425,14 @@ REFUSED = [
     (("python", "job.py"), {"TORCH_LOGS": "dynamo"}, "TORCH_LOGS"),
     (("python", "job.py"), {"OMP_NUM_THREADS": "2,1"}, "OMP_NUM_THREADS"),
     (("python", "hides/job.py"), {}, "shlex.py hides"),
+    (("python", "sets.py"), {}, "sets.py sets OMP_NUM_THREADS, TORCH_LOGS, which"),
 ]
 FORKED = [
     (("python", "-u", "job.py"), {}),
     (("python", "-m", "job"), {"PYTHONUNBUFFERED": "1"}),
     (("python", "./job.py"), {"RANK": "3", "TORCHELASTIC_RUN_ID": "1", "TORCH_NCCL_X": "1", "NCCL_X": "1"}),
     (("python", "job.py"), {"OMP_NUM_THREADS": "1"}),
+    (("python", "sets_others.py"), {}),
 ]  # fmt: skip
 
 
@@ -424,6 +441,8 @@ def test_what_a_fork_would_get_wrong_starts_afresh(driver: Drivers) -> None:
     one = driver(["shlex"])
     one.script("import shlex; print('said', len(shlex.__file__) > 0)")
     one.script("import shlex; print('said', shlex.mine)", "hides/job.py")
+    one.script(f"{SETS}print('said')", "sets.py")
+    one.script(f"{SETS_OTHERS}print('said True')", "sets_others.py")
     one.script("mine = True", "hides/shlex.py")
     for argv, env, why in REFUSED:
         assert one.run(argv, env=env)[0] in [(0, "said True\n"), (0, "said\n"), (0, "")], argv
