@@ -40,7 +40,7 @@ def status_line(seen: NodeStatus, *, now: float) -> str:
         parts.append(f"rank {', '.join(map(str, ended))} has ended well, not yet the others")
     if seen.get("state") == "waiting":
         waits_for = f", waiting for {', '.join(seen['waits_for'])}" if seen.get("waits_for") else ""
-        parts.append(f"ended well {now - float(seen['done_at']):.0f} s ago{waits_for}")
+        parts.append(f"ended well {max(0, now - float(seen['done_at'])):.0f} s ago{waits_for}")
     if seen.get("attempt") and not str(seen["attempt"]).endswith(".0"):
         parts.append(f"attempt {seen['attempt']}")
     if seen.get("progress"):
