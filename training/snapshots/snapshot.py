@@ -10,6 +10,7 @@ import io
 import logging
 import operator
 import os
+import pickle
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -34,6 +35,7 @@ from nodekit.training.snapshots.files.manifest import (
     Loaded,
     Manifest,
     NewerKit,
+    Unloadable,
     age_of,
     load_payload,
     map_payload,
@@ -274,7 +276,7 @@ class Snapshots:
             except NewerKit as error:
                 newer_kit = newer_kit or (age_of(name), f"{self.folder / name}: {error}")
                 self.reject(name, error)
-            except (Damaged, Elsewhere, OSError) as error:
+            except (Damaged, Elsewhere, Unloadable, OSError) as error:
                 problems.append(f"{self.folder / name}: {error}")
                 self.reject(name, error)
         return Found(None, tuple(problems), newer_kit)
@@ -295,7 +297,7 @@ class Snapshots:
             return commit.retried(partial(self._load, manifest, is_verified=is_verified, is_mapped=is_mapped))
         except FileNotFoundError:
             return None
-        except (NewerKit, Damaged, Elsewhere, OSError) as error:
+        except (NewerKit, Damaged, Elsewhere, Unloadable, OSError) as error:
             self.reject(name, error)
             return None
 
@@ -332,6 +334,10 @@ class Snapshots:
                 return Loaded(load_payload(file), manifest, str(path))
         except commit.NOT_FOUND as error:
             raise Damaged(str(error)) from error
+        except pickle.UnpicklingError as error:
+            # Around its own reason, torch advises to load it without restriction.
+            why = str(error.__context__ or error).partition("\n")[0].partition(" Please")[0]
+            raise Unloadable(f"torch {torch.__version__} does not load it: {why}") from error
 
     def read_parts(self, manifest: Manifest) -> Loaded:
         """Load a sharded one whose files have been verified; with ``leave_shards``, they need not all be here."""

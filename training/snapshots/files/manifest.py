@@ -40,6 +40,10 @@ class Elsewhere(Exception):
     """A sharded snapshot is not all in this folder, as it should be: other nodes have the rest."""
 
 
+class Unloadable(Exception):
+    """A whole snapshot holds what this torch does not load: another one, that wrote it, may."""
+
+
 class NewerKit(ValueError):
     """A snapshot that a newer nodekit wrote: it is neither loaded nor removed."""
 
