@@ -27,7 +27,7 @@ from nodekit.training.engine_info import ALONE, ENGINES, EngineError
 from nodekit.training.engines.load import check_engine
 from nodekit.training.options.arguments import parse
 from nodekit.training.tasks.text import Text
-from nodekit.training.weights.export import read_weights
+from nodekit.training.weights.export import read_facts, read_weights
 
 pytestmark = pytest.mark.slow
 
@@ -522,6 +522,50 @@ def test_tied_weights_stay_tied_and_are_saved_once(tmp_path: Path) -> None:
     once = 3 * (2 * tied + 4 * (64 * 256 + 256 * 10))  # weights and two moments
     for each in snapshots:
         assert once < sum(each.size_bytes.values()) < once + tied
+
+
+EXTRA = """
+import torch
+from nodekit.training.tasks.digits import Digits, Pixels
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.num = torch.nn.Linear(64, 10), 0
+    def forward(self, pixels):
+        self.num += self.training
+        return self.layer(pixels.flatten(1))
+    def get_extra_state(self):
+        return {"num": self.num}
+    def set_extra_state(self, state):
+        self.num = state["num"]
+class Task(Digits):
+    def train_data(self):
+        data = super().train_data()
+        return Pixels(data.images[:160], data.labels[:160])
+    def model(self):
+        return Model()
+"""
+
+
+def test_extra_state_of_a_module_is_in_snapshots_and_weights(tmp_path: Path) -> None:
+    ways = [
+        ["ddp"],
+        ["fsdp"],
+        ["fsdp"],
+        ["deepspeed", "--zero", "3"],
+        ["deepspeed", "--zero", "1"],
+        ["horovod"],
+    ]
+    turns = [
+        (tmp_path / "all", ["--epochs", str(epoch), "--engine", *way]) for epoch, way in enumerate(ways, 1)
+    ]
+    said = in_turns(tmp_path, EXTRA, turns)
+    assert said.count("resumed at step") == len(ways) - 1
+    assert "not written" not in said
+    for name in ("best", "last"):
+        state, step = read_weights(tmp_path / "all" / name), read_facts(tmp_path / "all" / name)["step"]
+        assert state["_extra_state"]["num"] >= step > 0  # a step has a micro-batch or more
+        assert state["layer.weight"].shape == (10, 64)
 
 
 STOPPED_ONCE = """

@@ -18,6 +18,7 @@ from torch import nn
 
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights import export
+from nodekit.training.weights.digest import weights_sha256
 from nodekit.training.weights.export import load_weights, read_facts, read_weights, write_weights
 
 DIGITS = Digits()
@@ -182,6 +183,30 @@ def test_weights_that_fit_are_loaded_all() -> None:
     module = layer(0.0)
     assert load_weights(module, layer(1.0).state_dict(), Path("a.pt"), ignore_mismatched_sizes=False) == []
     assert all(torch.equal(each, torch.ones_like(each)) for each in module.parameters())
+
+
+def test_extra_state_of_a_module_is_written_and_loaded(tmp_path: Path) -> None:
+    class Counted(nn.Linear):
+        num = 0
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"num": self.num}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.num = state["num"]
+
+    trained, module, plain = (
+        nn.Sequential(Counted(2, 1)),
+        nn.Sequential(Counted(2, 1)),
+        nn.Sequential(nn.Linear(2, 1)),
+    )
+    trained[0].num = 5
+    write_weights(tmp_path / "best", trained.state_dict(), DIGITS, {"task": "digits"})
+    weights = read_weights(tmp_path / "best")
+    assert load_weights(module, weights, tmp_path, ignore_mismatched_sizes=False) == []
+    assert module[0].num == 5
+    assert weights_sha256(weights) == weights_sha256(module.state_dict())
+    assert load_weights(plain, weights, tmp_path, ignore_mismatched_sizes=False) == []
 
 
 LESS = {name: value for name, value in layer(1.0).state_dict().items() if name != "body.bias"}

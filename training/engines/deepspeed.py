@@ -17,7 +17,7 @@ from torch.nn import functional
 from nodekit.training.engine_info import EngineError
 from nodekit.training.engines import State, single
 from nodekit.training.options.deepspeed_config import read_settings
-from nodekit.training.snapshots.hostcopy import Gathered
+from nodekit.training.snapshots.hostcopy import Gathered, on_cpu
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -84,12 +84,12 @@ class Engine(single.Engine):
         if self._stage == 0:
             return super().weights()
         parts = self._parts()
+        each_once = {id(part): part for part in parts.values()}
         whole = (
-            (each, each.gather() if isinstance(each, Gathered) else each)
-            for each in dict.fromkeys(parts.values())
+            (key, part.gather() if isinstance(part, Gathered) else part) for key, part in each_once.items()
         )
-        weights = {part: each.cpu() for part, each in whole if self.world.is_first_on_node}
-        return {name: weights[part] for name, part in parts.items() if weights}
+        weights = {key: on_cpu(each) for key, each in whole if self.world.is_first_on_node}
+        return {name: weights[id(part)] for name, part in parts.items() if weights}
 
     def state(self) -> State:
         if self._stage == 0:
@@ -121,7 +121,8 @@ class Engine(single.Engine):
         values.update(
             (name, parts[each]) for name, each in self.module.named_parameters(remove_duplicate=False)
         )
-        return {name: values[name] for name in self.module.state_dict()}
+        # What is left is modules' extra state.
+        return {name: values.get(name, value) for name, value in self.module.state_dict().items()}
 
     def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         deepspeed = importlib.import_module("deepspeed")

@@ -15,7 +15,7 @@ from nodekit.training.errors import TrainingError
 from nodekit.training.group.collectives import broadcast_from_first
 from nodekit.training.snapshots.files.manifest import Loaded
 from nodekit.training.snapshots.files.shards import assemble, files_of, read_into, shapes
-from nodekit.training.snapshots.hostcopy import Gathered, map_tensors
+from nodekit.training.snapshots.hostcopy import Gathered, map_tensors, on_cpu
 from nodekit.training.steps.optimizers import load_state
 
 
@@ -73,7 +73,9 @@ class Engine(single.Engine):
         flat = [each for group in self._plain.param_groups for each in group["params"]]
         tied = found.state.get("tied", {})
         weights = {
-            f"model.{name}": each for name, each in self.module.state_dict().items() if name not in tied
+            f"model.{name}": each
+            for name, each in self.module.state_dict().items()
+            if name not in tied and isinstance(each, torch.Tensor)  # not a module's extra state
         }
         try:
             wholes = shapes(found.shards)
@@ -103,7 +105,7 @@ class Engine(single.Engine):
         """Gather a tensor at a time; only the first rank of each node keeps them."""
         parts, tied = self.module.state_dict(), _tied(self.module)
         whole = ((name, _whole(each)) for name, each in parts.items() if name not in tied)
-        weights = {name: each.cpu() for name, each in whole if self.world.is_first_on_node}
+        weights = {name: on_cpu(each) for name, each in whole if self.world.is_first_on_node}
         return {name: weights[tied.get(name, name)] for name in parts if weights}
 
     def state(self) -> State:

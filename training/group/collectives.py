@@ -13,9 +13,14 @@ from nodekit.training.process.devices import sum_dtype
 _SMALL_BYTES, _LENGTH_BYTES = 1024, 8
 
 
-def broadcast_from_first(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Give all ranks rank 0's values, in place, one tensor at a time; they may be on the CPU, or not contiguous."""
+def broadcast_from_first(tensors: Iterable[Any], device: torch.device) -> None:
+    """Give all ranks rank 0's values, in place, one tensor at a time; they may be on the CPU, or not contiguous.
+
+    Of a state dict's values, a module's extra state is left as it is: it need not be a tensor.
+    """
     for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            continue
         own = tensor.detach()
         sent = own.to(device).contiguous()  # NCCL takes no other
         dist.broadcast(sent, src=0)

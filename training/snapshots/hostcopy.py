@@ -219,6 +219,11 @@ def map_tensors(
     return other(value)
 
 
+def on_cpu(value: Any) -> Any:
+    """A state dict's value on the CPU; a module's extra state, which may be of any type, stays as it is."""
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
 def nan_in(value: Any, name: str = "") -> str:
     """Return where nested dicts, lists and tuples have a tensor that holds nan, as ``model.bias``; "" if none does."""
     if isinstance(value, torch.Tensor):

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -11,10 +12,12 @@ def size_bytes(module: torch.nn.Module) -> int:
     return sum(value.nbytes for value in module.state_dict().values() if isinstance(value, torch.Tensor))
 
 
-def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
+def weights_sha256(state: Mapping[str, Any]) -> str:
     """A hash of all parameters and buffers, to compare the weights of two runs."""
     digest = hashlib.sha256()
     for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):  # a module's extra state
+            continue
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -28,6 +28,8 @@ FACTS = "nodekit.json"
 _READABLE = (WEIGHTS, "model.safetensors")
 _WRAPPERS = {"module", "_orig_mod"}
 """Parts of a name that come from DataParallel, DDP and torch.compile, in any order, whatever they are around."""
+_EXTRA_STATE = "_extra_state"
+"""The last part of the name under which a state dict has what a module's ``get_extra_state`` returns, of any type."""
 _NESTED = ("model_state_dict", "state_dict", "model_state", "model", "module")
 """Where a checkpoint has the weights beside other things, in small letters; ``module`` is DeepSpeed's."""
 _FOREIGN_CLASS = re.compile(r"GLOBAL (\S+) was not an allowed global")
@@ -158,7 +160,8 @@ def weights_in(found: Any, path: Path) -> dict[str, torch.Tensor]:
         if not found:
             raise TrainingError(f"{path} is empty: wanted a state dict, names with their tensors")
     for name, value in found.items():
-        if not (isinstance(name, str) and isinstance(value, torch.Tensor)):
+        is_extra = isinstance(name, str) and name.endswith(_EXTRA_STATE)
+        if not ((isinstance(name, str) and isinstance(value, torch.Tensor)) or is_extra):
             maps = [str(each) for each in found if isinstance(found[each], Mapping)]
             cure = f", perhaps its {maps[0]!r}, saved alone" if maps else ""
             raise TrainingError(
@@ -184,8 +187,10 @@ def load_weights(
     Raises:
         TrainingError: some do not fit and that is not to be ignored, or none fits.
     """
-    own = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
-    weights = _named_as(own, weights)
+    state = module.state_dict()
+    own = {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
+    weights = _named_as(state, weights)
+    extra = {name: weights.pop(name) for name in [*weights] if name.endswith(_EXTRA_STATE)}
     fitting = {
         name: value for name, value in weights.items() if name in own and own[name].shape == value.shape
     }
@@ -202,7 +207,7 @@ def load_weights(
             else "none fits: they are of another model"
         )
         raise TrainingError(f"{path}: {len(left_out)} of {len(names)} weights do not fit ({listed}); {cure}")
-    module.load_state_dict(fitting, strict=False)
+    module.load_state_dict({**fitting, **extra}, strict=False)
     return left_out
 
 
@@ -212,8 +217,10 @@ def difference(name: str, here: Sequence[int] | None, there: Sequence[int] | Non
     return f"{name}: {own} here, {other} there"
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _plain(tensor: Any) -> Any:
     """The tensor on the CPU, with a storage of its own: of a view, torch.save would write the whole storage."""
+    if not isinstance(tensor, torch.Tensor):  # a module's extra state
+        return tensor
     assert not hasattr(tensor, "full_tensor"), "a DTensor is a part of a weight"
     plain = tensor.detach().cpu().contiguous()
     return plain.clone() if plain.untyped_storage().nbytes() > plain.nbytes else plain
