@@ -568,6 +568,21 @@ def test_extra_state_of_a_module_is_in_snapshots_and_weights(tmp_path: Path) -> 
         assert state["layer.weight"].shape == (10, 64)
 
 
+def test_ddp_takes_sparse_gradients_of_embeddings() -> None:
+    rows, bag = torch.nn.Embedding(7, 3, sparse=True), torch.nn.EmbeddingBag(5, 3, sparse=True)
+    module, row = torch.nn.ModuleList([rows, bag]), torch.tensor([2])
+    module.forward = lambda: rows(row) + bag(row[None])
+    with World.from_env({}):
+        model = torch.nn.parallel.DistributedDataParallel(module)
+        lay_out_buckets(model)
+        assert all(each.grad is None for each in module.parameters())
+        model().sum().backward()
+    for each in module.parameters():
+        assert each.grad is not None
+        assert each.grad.is_sparse
+        assert each.grad.to_dense()[2].tolist() == [1.0] * 3
+
+
 STOPPED_ONCE = """
 import os, pathlib, signal
 from nodekit.training.tasks.digits import Digits

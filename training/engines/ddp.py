@@ -120,9 +120,21 @@ class _Zeros(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._trained = [each for each in model.parameters() if each.requires_grad]
+        # Of these DDP takes no dense gradient.
+        self._sparse = {
+            each.weight
+            for each in model.modules()
+            if isinstance(each, torch.nn.Embedding | torch.nn.EmbeddingBag) and each.sparse
+        }
         # DDP sends its module's buffers before each forward pass.
         self.named_buffers = model.named_buffers  # type: ignore[method-assign]
 
     def forward(self, _: torch.Tensor) -> Any:
         """On a GPU, DDP looks for the first argument that it has moved there: hence one."""
-        return sum(each.float().sum() * 0 for each in self._trained)
+        return sum(self._used(each).abs().float().sum() * 0 for each in self._trained)
+
+    def _used(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter not in self._sparse:
+            return parameter
+        row = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+        return torch.nn.functional.embedding(row, parameter, sparse=True)
