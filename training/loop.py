@@ -14,7 +14,7 @@ import torch
 
 from nodekit.training import starting_point
 from nodekit.training.data.evaluate import Evaluation, to_device
-from nodekit.training.data.loading import load_training_data, loading
+from nodekit.training.data.loading import load_training_data, loading, num_in
 from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
@@ -162,7 +162,8 @@ class Loop:
 
     def _make_reporting(self, folder: Path, best: Mapping[str, Any]) -> None:
         """Create the report, the evaluation, and what keeps weights."""
-        options = self.options
+        options, data = self.options, self.task.test_data()
+        num_in(data, "test_data")  # before the report opens its files
         self.notes: list[str] = []
         if callable(notes := getattr(self.task, "notes", None)):
             # Only on rank 0: the task text reads all its texts for this.
@@ -192,7 +193,7 @@ class Loop:
         self.waits = Waits(
             self.world.device, self.world.progress_file, rank=self.world.rank, always_trained=always_trained
         )
-        data, how = self.task.test_data(), loading(options, self.world, self.task)
+        how = loading(options, self.world, self.task)
         self.evaluation = Evaluation(self.task, data, self.world, self.report, how, options.eval_batch_size)
 
     def run(self) -> dict[str, Any] | None:

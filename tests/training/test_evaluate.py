@@ -15,7 +15,10 @@ from engine_runs import task, train
 
 from nodekit.training.data.evaluate import Evaluation, macro_f1
 from nodekit.training.data.loading import loading
+from nodekit.training.errors import TrainingError
+from nodekit.training.loop import Loop
 from nodekit.training.options.arguments import parse
+from nodekit.training.process.stop import Stop
 from nodekit.training.rank import check
 from nodekit.training.tasks import MEASURES
 from nodekit.training.tasks.digits import Digits
@@ -314,3 +317,50 @@ def test_a_best_that_was_never_written_does_not_keep_the_next_one_from_being_wri
     look(after, 0.6, 5)
     assert read_facts(tmp_path / "best")["step"] == 4
     assert after.why_stop(3) == "accuracy was no better than 0.9000 in 3 evaluations (--early-stop 3)"
+
+
+class Odd(Digits):
+    """The digits, with something else in place of one of a task's results."""
+
+    def __init__(self, method: str, result: object) -> None:
+        super().__init__()
+        setattr(self, method, lambda *_: result)
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "says"),
+    [
+        ("train_data", iter([]), r"train_data\(\) gives a list_iterator, which has no length"),
+        ("test_data", None, r"test_data\(\) gives a NoneType, which has no length"),
+        ("train_data", [], r"train_data\(\) has no samples: wanted one or more"),
+        ("loss", (torch.ones(()), 3), "loss gives a tuple: wanted the mean over the batch's samples"),
+        ("loss", torch.ones(3), r"loss gives a tensor of \(3,\): wanted the mean"),
+        (
+            "targets",
+            torch.zeros(64, 1),
+            r"predict gives \(64, 10\) and its targets \(64, 1\): wanted \(num, num_cl",
+        ),
+        ("targets", torch.full((64,), -100), "targets have the class -100: wanted 0 and more"),
+    ],
+)
+def test_what_a_task_gives_that_is_no_such_thing_is_named(
+    method: str, result: object, says: str, tmp_path: Path
+) -> None:
+    options = parse(
+        ["--output", str(tmp_path), "--epochs", "1", "--batch-size", "512", "--eval-batch-size", "64"]
+    )
+    task = Odd(method, result)
+    if method == "targets":
+        task.test_data = lambda: torch.utils.data.Subset(Digits().test_data(), range(64))  # type: ignore[method-assign]
+    with World.from_env({}) as world, Stop(1.0) as stop, pytest.raises(TrainingError, match=says):
+        Loop(options, world, task, tmp_path, stop).run()
+
+
+def test_a_measure_may_have_any_name(tmp_path: Path) -> None:
+    options = parse(["--output", str(tmp_path), "--epochs", "1", "--batch-size", "512"])
+    task = Digits()
+    task.measure = lambda _, batch: {"pairs": torch.tensor(2.0 * len(batch[1]))}  # type: ignore[attr-defined]
+    with World.from_env({}) as world, Stop(1.0) as stop:
+        result = Loop(options, world, task, tmp_path, stop).run()
+    assert result is not None
+    assert result["pairs"] == 2.0

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
 from nodekit.training.engines import Engine
+from nodekit.training.errors import TrainingError
 from nodekit.training.group.collectives import numbers_on
 from nodekit.training.process.devices import sum_dtype
 from nodekit.training.reporting.report import Report
@@ -79,9 +80,9 @@ class Evaluation:
         most = len(range(0, -(-num // world_size), self.batch_size))  # batches; no rank has more
         for number, batch in zip_longest(range(1, most + 1), self._batches(own)):
             if batch is not None:
-                measured = self._measure(engine, module, batch)
-                if "pairs" in measured:
-                    measured_pairs.append(measured.pop("pairs"))
+                measured, own_pairs = self._measure(engine, module, batch)
+                if own_pairs is not None:
+                    measured_pairs.append(own_pairs)
                 for name, value in measured.items():
                     value = torch.as_tensor(value, dtype=sum_dtype(self.world.device))
                     added[name] = added[name] + value if name in added else value
@@ -100,26 +101,36 @@ class Evaluation:
         if all_pairs:
             predicted, targets = torch.cat(all_pairs).unbind(1)
             assert len(targets) == num
+            if (least := int(targets.min())) < 0:  # as torch's -100, for a target to be ignored
+                raise TrainingError(f"the task's targets have the class {least}: wanted 0 and more")
             means["f1"] = macro_f1(predicted, targets)
         return means
 
     def _batches(self, own: range) -> Iterable[Any]:
         return DataLoader(Subset(self.data, own), batch_size=self.batch_size, **self.loading) if own else ()
 
-    def _measure(self, engine: Engine, module: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    def _measure(
+        self, engine: Engine, module: torch.nn.Module, batch: Any
+    ) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """The sums over a batch, and of a task without ``measure`` its pairs of a predicted and the right class."""
         self.report.alive()
         task: Any = self.task
         batch = to_device(batch, self.world.device)
         with engine.autocast():
             if callable(getattr(task, "measure", None)):
-                return dict(task.measure(module, batch))
+                return dict(task.measure(module, batch)), None
             scores, targets = task.predict(module, batch).float(), task.targets(batch)
+        if scores.ndim != 2 or targets.shape != scores.shape[:1]:
+            raise TrainingError(
+                f"the task's predict gives {tuple(scores.shape)} and its targets {tuple(targets.shape)}: wanted "
+                "(num, num_classes) and (num,); a task of another kind has measure() in place of them"
+            )
         predicted = scores.argmax(1)
-        return {
+        sums = {
             "accuracy": (predicted == targets).sum(),
             "loss": functional.cross_entropy(scores, targets, reduction="sum"),
-            "pairs": torch.stack([predicted, targets], dim=1),
         }
+        return sums, torch.stack([predicted, targets], dim=1)
 
 
 def macro_f1(predicted: torch.Tensor, targets: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from nodekit.training.errors import TrainingError
 from nodekit.training.group import nccl
 from nodekit.training.group.collectives import numbers_on, start_sum
 from nodekit.training.process.devices import sum_dtype
@@ -42,6 +43,15 @@ def part_of_loss(loss: torch.Tensor, share: float, device: torch.device) -> floa
 
     On a CPU each of torch's calls between two steps takes 20 to 100 µs: the step has left nothing of it in the caches.
     """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = (
+            f"a tensor of {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else f"a {type(loss).__name__}"
+        )
+        raise TrainingError(
+            f"the task's loss gives {found}: wanted the mean over the batch's samples, a scalar tensor"
+        )
     if device.type == "cpu":
         return loss.item() * share
     return loss.detach().to(sum_dtype(device)) * share
