@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import strangers
-from agents import ANSWER_S, Agents, processes_of, until
+from agents import ANSWER_S, Agents, no_process_left, processes_of, until
 from fake_nvml import FakeNvml
 from record_failures import memory_cgroup
 
@@ -397,6 +398,27 @@ def test_workers_die_with_an_agent_that_is_killed(agents: Agents) -> None:
     assert (
         agents.wait("n0", "gone")["state"] == "running"
     )  # its last word; that it is not alive tells the rest
+
+
+@pytest.mark.parametrize("how", ["was removed", "is another agent's"])
+def test_an_agent_that_nobody_finds_by_its_folder_any_more_ends_with_its_ranks(
+    agents: Agents, how: str
+) -> None:
+    agents.start(FOREVER, num_nodes=1)
+    agents.wait("n0", "running")
+    folder = agents.node_dir("n0")
+    with (folder / "agent.log").open() as log:
+        if how == "was removed":
+            shutil.rmtree(folder)
+        else:
+            (folder / "agent.json").write_text('{"pid": 1, "start_time": 1, "boot_id": "of another agent"}')
+        no_process_left(agents.marker, timeout_s=60)
+        assert f"{folder} {how}: nobody could stop this " in log.read()
+    if how == "was removed":
+        assert not folder.exists()
+    else:
+        told = [json.loads(line)["kind"] for line in (folder / "events.jsonl").read_text().splitlines()]
+        assert "agent-ended" not in told, "it would be taken for the other agent's end"
 
 
 def test_a_node_that_is_no_majority_waits_until_it_is_granted_one(agents: Agents) -> None:
