@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,12 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+from agents import until
 
 from nodekit.training import Stop, World, run_attempts, world
 from nodekit.training.attempts import reform
 from nodekit.training.attempts.standby import get_ready
+from nodekit.training.group import connections
 from nodekit.training.options.arguments import parse
-from nodekit.training.process import rng
+from nodekit.training.process import rng, stages
 from nodekit.training.process.kept import Kept
 from nodekit.training.snapshots.files.fence import Fenced
 from nodekit.training.tasks.digits import Digits
@@ -124,6 +128,7 @@ class Agent:
     def __init__(self, *answers: object, is_over: bool = False) -> None:
         self.answers, self.is_over = list(answers), is_over
         self.said: list[bool] = []
+        self.handlers: dict[object, Callable[[], object]] = {}
 
     def say_waiting(self, *, has_paused: bool) -> None:
         self.said.append(has_paused)
@@ -131,8 +136,8 @@ class Agent:
     def next_attempt(self, _: float) -> Any:
         return self.answers.pop(0)
 
-    def when(self, *_: object, **__: object) -> None:
-        pass
+    def when(self, kind: object, handler: Callable[[], object], **_: object) -> None:
+        self.handlers[kind] = handler
 
     def ignore(self) -> None:
         pass
@@ -214,6 +219,96 @@ def test_what_is_kept_is_saved_as_of_the_generation_that_this_process_was_told_o
     kept = Kept({"x": 1}, (0, 3), lambda: True, enters=entered.append)
     with Stop() as stop, reform.guarded(world_of(Agent(), kept=kept, generation=2), stop):
         assert entered == [2]
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit statuses by which this process would have ended."""
+    found: list[int] = []
+    monkeypatch.setattr(os, "_exit", found.append)
+    return found
+
+
+def guards() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nodekit-guard"]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize(("asked", "status"), [("by the agent", 1), ("by a signal", 143)])
+def test_who_never_comes_to_join_the_others_saves_what_it_has_kept_and_ends(
+    asked: str,
+    status: int,
+    joins: bool,
+    world_of: WorldOf,
+    ended: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved: list[int] = []
+    kept = Kept({"x": 1}, (0, 3), lambda: not saved.append(3))
+    waited = threading.Event()
+    monkeypatch.setattr(connections, "is_idle", lambda *_: waited.wait(60))
+    agent, file = Agent(), tmp_path / "rank0"
+    with Stop() as stop:
+        with reform.guarded(world_of(agent, kept=kept, progress_file=file), stop):
+            ask = agent.handlers["lost"] if asked == "by the agent" else stop.request
+            ask()
+            assert file.read_text().rstrip() == f"3 {stages.KEEPING}"
+            if not joins:
+                waited.set()
+                until(lambda: not guards())
+        waited.set()
+        until(lambda: not guards())
+    assert (saved, ended) == (([], []) if joins else ([3], [status]))
+
+
+def test_who_has_joined_the_others_hears_a_signal_by_its_own_loop_alone(
+    world_of: WorldOf, ended: list[int], tmp_path: Path
+) -> None:
+    kept, file = Kept({"x": 1}, (0, 3), lambda: True), tmp_path / "rank0"
+    with Stop() as stop:
+        with reform.guarded(world_of(Agent(), kept=kept, progress_file=file), stop):
+            pass
+        stop.request()
+        assert not guards()
+    assert not file.exists()
+    assert not ended
+
+
+def test_who_has_loaded_what_it_had_kept_trains_and_keeps_nothing(
+    world_of: WorldOf, ended: list[int], tmp_path: Path
+) -> None:
+    kept = Kept({"x": 1}, (0, 3), lambda: True)
+    agent, file = Agent(), tmp_path / "rank0"
+    with Stop() as stop, reform.guarded(world_of(agent, kept=kept, progress_file=file), stop):
+        kept.release()
+        agent.handlers["lost"]()
+        assert not guards()
+        assert not file.exists(), "its agent would wait for it"
+    assert not ended
+
+
+def test_who_stands_by_passes_over_an_attempt_that_is_over(
+    world_of: WorldOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODEKIT_STANDBY", "2")
+    following = [world_of(Agent("two")), world_of(Agent())]
+    last = following[-1]
+    first = world_of(Agent(None, None, "one", is_over=True))
+    assert reform.attempt_of(first, lambda: following.pop(0)) is last
+    assert not following
+    assert "NODEKIT_STANDBY" not in os.environ
+
+
+def test_a_process_goes_on_in_so_many_attempts_and_no_more(
+    world_of: WorldOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each leaves threads behind."""
+    own = world_of(Agent())
+    monkeypatch.setattr(reform, "_abandoned", [None] * (reform.MOST_ATTEMPTS - 1))
+    assert not reform.why_not(own)
+    reform._abandoned.append(None)
+    assert reform.why_not(own) == "it has taken part in 50 attempts"
 
 
 def test_the_search_for_garbage_after_an_attempt_goes_through_no_library() -> None:

@@ -33,6 +33,12 @@ def listed(folder):
         raise OSError(5, "Input/output error", str(folder))
     return iterdir(folder)
 Path.iterdir = listed
+stat, unseen = Path.stat, []
+def looked(path, **how):
+    if path.name.startswith(".seen-") and path.parent in unseen:
+        raise OSError(5, "Input/output error", str(path))
+    return stat(path, **how)
+Path.stat = looked
 verify, map_payload, reads = snapshot.verify, snapshot.map_payload, []
 def verified(folder, manifest, name):
     reads.append("verified")
@@ -64,6 +70,7 @@ with World.from_env() as world:
         snapshots = Snapshots(scenario / own / "snapshots", generation=1)
         if (scenario / f"{own} cannot be read").exists():
             unreadable.append(snapshots.folder)
+        unseen[:] = [snapshots.folder] * (scenario / f"node{world.node_rank} cannot look").exists()
         if world.node_rank == 1 and (scenario / "was there").exists():
             here = replace(here, expected_snapshot=(scenario / "was there").read_text())
         said = {"scenario": scenario.name, "writes": exchange.writes_snapshots(snapshots, here)}
@@ -80,6 +87,7 @@ with World.from_env() as world:
             said["step"] = found and found.state["step"]
             said["source"] = found and found.source
             said["data"] = found and found.state.get("data")
+            said["attempt"] = snapshots.attempt
         except (Fenced, OSError, ValueError) as error:
             said["fenced"] = said["refused"] = f"{type(error).__name__}: {error}"
         print(json.dumps({**said, "passes": passes, "reads": reads}), flush=True)
@@ -141,10 +149,13 @@ def outcome(
     newest.write_text(json.dumps({**json.loads(newest.read_text()), "engine": "fsdp"}))
     (folder / "cannot write" / "node0" / "snapshots").write_text("a file")
     hold(folder / "joins" / "node0" / "snapshots", 4)
-    for name in ("shared", "said to be shared"):
+    (folder / "shared, unseen by one" / "node0").mkdir(parents=True)
+    (folder / "shared, unseen by one" / "node1 cannot look").touch()
+    for name in ("shared", "said to be shared", "shared, unseen by one"):
         (folder / name / "is said to be shared").touch()
-    (folder / "shared" / "is one folder").touch()
-    hold(folder / "shared" / "node0" / "snapshots", 7)
+    for name in ("shared", "shared, unseen by one"):
+        (folder / name / "is one folder").touch()
+        hold(folder / name / "node0" / "snapshots", 7)
     (folder / "fenced" / "node1" / "snapshots" / "fence").write_text("3\n")
     program = folder.parent / "exchange.py"
     program.write_text(PROGRAM)
@@ -225,6 +236,20 @@ def test_a_folder_that_is_only_said_to_be_shared_is_found_out(outcome: Outcome) 
     assert [rank["writes"] for rank in ranks] == [True, False, True, False]
     assert [rank["step"] for rank in ranks] == [6] * 4
     assert "what rank 0 writes there is not seen by rank 2, 3: they keep snapshots of their own" in outputs[0]
+
+
+def test_a_node_that_cannot_look_into_the_shared_folder_does_not_write_there_too(outcome: Outcome) -> None:
+    _, said, outputs = outcome
+    assert [rank["writes"] for rank in said["shared, unseen by one"]] == [True, False, False, False]
+    assert "cannot look into" in outputs[2]
+
+
+def test_what_all_ranks_save_from_here_on_is_of_one_attempt(outcome: Outcome) -> None:
+    """Each has drawn a number for it: states of one step that differ are told from those that do not by that."""
+    _, said, _ = outcome
+    told = [{rank["attempt"] for rank in said[name]} for name in ("joins", "shared", "kept")]
+    assert [len(each) for each in told] == [1, 1, 1]
+    assert len(set.union(*told)) == 3
 
 
 def test_a_fenced_generation_starts_on_no_rank(outcome: Outcome) -> None:

@@ -141,6 +141,14 @@ def test_tensors_are_gathered_one_at_a_time_and_only_the_copy_is_kept(keeps: boo
     assert not any(each() is not None for each in alive)
 
 
+def test_what_is_no_tensor_is_copied_too() -> None:
+    """It is saved by another thread, while the training goes on and may change it."""
+    seen = {1}
+    copied = HostCopy().take({"seen": seen, "nested": [({"deep": seen},)]})
+    seen.add(2)
+    assert copied == {"seen": {1}, "nested": [({"deep": {1}},)]}
+
+
 def test_memory_that_cannot_be_had_fails_the_save_and_not_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object, **__: object) -> None:
         raise RuntimeError("not enough memory")

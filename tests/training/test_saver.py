@@ -267,6 +267,17 @@ def test_auto_saves_early_and_then_as_often_as_pays(
     assert loaded(tmp_path)["step"] == edges.step
 
 
+def test_auto_goes_by_how_often_ranks_of_this_run_have_failed(tmp_path: Path, clock: Clock) -> None:
+    edges = Edges(tmp_path, clock, trained_s=DAY_S)
+    edges.saver._world.num_restarts = 7
+    for _ in range(3):
+        edges.next(1.0, stall_s=0.25)
+    edges.saver.snapshots.wait()
+    assert not edges.next(1.0)
+    often = interval_s(0.25, trained_s=DAY_S, num_restarts=7)
+    assert edges.saver.interval_s == pytest.approx(often, rel=0.01)
+
+
 def test_the_last_step_is_saved_also_where_the_cost_of_the_one_before_is_told_with_it(
     tmp_path: Path, clock: Clock
 ) -> None:

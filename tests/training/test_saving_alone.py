@@ -25,7 +25,7 @@ from nodekit.training.group import connections
 from nodekit.training.loop import Loop
 from nodekit.training.options.arguments import parse
 from nodekit.training.process import stages
-from nodekit.training.process.kept import AttemptOver
+from nodekit.training.process.kept import AttemptOver, Kept
 from nodekit.training.process.stop import Stop
 from nodekit.training.snapshots import emergency
 from nodekit.training.snapshots.emergency import EmergencySave, LastWholeStep
@@ -468,6 +468,13 @@ def test_an_optimizer_that_outlives_an_attempt_is_left_alone(tmp_path: Path, end
     assert not script.optimizer._optimizer_step_pre_hooks
     assert not script.optimizer._optimizer_step_post_hooks
     assert not alone.emergency, "nor does the world keep the model"
+
+
+def test_what_was_kept_of_the_attempt_before_is_let_go_once_it_is_loaded(tmp_path: Path) -> None:
+    kept = Kept({"x": 1}, (0, 3), lambda: True)
+    with World.from_env({}) as alone:
+        Script(replace(alone, kept=kept), tmp_path, step=3)
+        assert not kept.is_held, "it has the size of model and optimizer"
 
 
 def test_the_optimizer_within_accelerates_is_watched(tmp_path: Path) -> None:

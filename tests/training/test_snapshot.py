@@ -137,6 +137,15 @@ def test_a_damaged_snapshot_is_passed_over_with_the_reason(
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_a_step_that_is_saved_anew_after_its_snapshot_was_damaged_counts_as_any_other(tmp_path: Path) -> None:
+    snapshots = saved(tmp_path, 4, 5)
+    flip_a_bit(tmp_path / snapshots.manifests()[0].payload, tmp_path)
+    assert snapshots.load(), "step 5 is passed over"
+    for step in (5, 6):
+        snapshots.save(state(step), step=step)
+    assert [each.step for each in snapshots.manifests()] == [6, 5]
+
+
 def test_unrelated_files_and_odd_names_are_left_alone(tmp_path: Path) -> None:
     odd = [
         "notes.json",
