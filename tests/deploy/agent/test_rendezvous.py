@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from nodekit.deploy.agent.agent_wire import Wire
 from nodekit.deploy.agent.rendezvous import keepalive, rendezvous, state
 from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.rendezvous.keepalive import Keepalive, KeepaliveServer, cut_connections
-from nodekit.deploy.agent.rendezvous.rendezvous import Rendezvous, StoreLost
+from nodekit.deploy.agent.rendezvous.rendezvous import FormAgain, Rendezvous, StoreLost
 from nodekit.deploy.agent.rendezvous.signed_store import Forged, SignedBackend, SignedStore
 from nodekit.deploy.agent.spec import AgentSpec
 from nodekit.deploy.host import accept
@@ -605,6 +606,73 @@ def test_what_a_stranger_writes_over_is_refused(connect: Any, name: str) -> None
     }
     with pytest.raises(StoreLost, match=re.escape(place)), host.lost_store_is_told():
         look[name]()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_round_is_formed_again_where_a_member_does_not_tell_of_itself(
+    connect: Any, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """It takes part, and before it has told its address it is lost, or stands still."""
+    monkeypatch.setattr(rendezvous, "FORM_TIMEOUT_S", 600.0 if is_lost else 0.3)
+    host, other = connect(0, nodes=2), connect(1, nodes=2)
+    deadline = time.monotonic() + PATIENT.total_seconds()
+
+    def pause() -> None:
+        assert time.monotonic() < deadline, "it waits for what never comes"
+
+    def take_part() -> None:
+        other._handler._bootstrap_store_info = other._handler._shared_tcp_store_server = ...
+        other._handler.next_rendezvous()
+        if is_lost:
+            hang_up(other, others=host)
+
+    host._pause = pause
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(take_part)
+        with pytest.raises(FormAgain):
+            host.form({"name": "n0"})
+
+
+@pytest.mark.parametrize("changed", [{"run_id": "another"}, {"generation": 1}, {"token": "another"}])
+def test_an_agent_of_another_run_or_generation_is_no_member_of_this_one(
+    connect: Any, changed: dict[str, Any]
+) -> None:
+    """It may not have heard yet that its own is over, and finds another one at the address that it knows."""
+    host = connect(0, nodes=2)
+    stray = Rendezvous.__new__(Rendezvous)
+    stray._spec = replace(host._spec, node_rank=1, listen_fd=None, **changed)
+    stray._signed = host._signed  # as if it could read that
+    stray._pause = lambda: None
+    with pytest.raises(StoreLost):
+        stray._connect_keepalive("1.1.a")
+    assert not host._keepalive_server.connected
+
+
+def test_who_leaves_is_missed_at_once_and_waits_for_no_answer_of_the_store(connect: Any) -> None:
+    host, other = connect(0, nodes=2), connect(1, nodes=2)
+    formed, _ = form_all([host, other])
+
+    def wait() -> None:
+        with contextlib.suppress(torch.distributed.DistError):
+            other._store.get("what never comes")
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    host._handler._stop_heartbeats()  # in this process its connections are cut, too
+    other.close()
+    until(lambda: host.gone(formed) == ["n1"])
+    waiting.join(30)
+    assert not waiting.is_alive(), "it would wait for a minute"
+
+
+def test_a_call_that_was_answered_before_the_host_was_lost_is_not_taken_for_one_that_counts(
+    connect: Any,
+) -> None:
+    host, other = connect(0, nodes=2), connect(1, nodes=2)
+    host.close()
+    until(lambda: other.is_lost)
+    with pytest.raises(StoreLost, match="its connection ended"), other.lost_store_is_told():
+        pass
 
 
 def test_what_is_signed_counts_for_its_run_round_and_key_alone() -> None:

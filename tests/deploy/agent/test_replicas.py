@@ -29,7 +29,7 @@ from nodekit.deploy.agent.agent import Agent
 from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.deploy.agent.replicas import replicas
 from nodekit.deploy.agent.replicas.replica_copies import Copies
-from nodekit.deploy.agent.replicas.replica_files import Listing, UserFiles, Version, is_allowed
+from nodekit.deploy.agent.replicas.replica_files import Listing, UserFiles, Version, is_allowed, scan
 from nodekit.deploy.agent.replicas.replica_gather import Gathered, agree
 from nodekit.deploy.agent.replicas.replicas import Replicas, replica_holders
 from nodekit.deploy.agent.snapshot_sharing import share_snapshots
@@ -637,6 +637,64 @@ def test_a_copy_is_on_the_disk_before_a_listing_names_it(
     assert calls == ["sync file", f"rename to {sha256}"]
     copies.keep(Listing("n1", (0, 1), {"a.pt": version}, 1))
     assert calls[2:5] == ["sync blobs", "sync file", "rename to n1.json"]
+
+
+class Answers:
+    """The other side, which sends a content; of another size than it was asked for, if told."""
+
+    def __init__(self, content: bytes, size_bytes: int | None = None) -> None:
+        self.content = content
+        self.size_bytes = len(content) if size_bytes is None else size_bytes
+
+    def ask(self, request: Any) -> dict[str, int]:
+        return {"size_bytes": self.size_bytes}
+
+    def receive_bytes(self, size_bytes: int, file: Any) -> str:
+        file.write(self.content)
+        return hashlib.sha256(self.content).hexdigest()
+
+
+def test_a_file_that_comes_in_another_size_than_its_listing_says_is_not_received(tmp_path: Path) -> None:
+    """Blocks are taken for that size alone."""
+    copies = Copies(tmp_path / "kept")
+    version = Version((0, 1), 1, hashlib.sha256(b"good").hexdigest(), "", 4)
+    with pytest.raises(ConnectionError, match="in another size"):
+        copies.receive(Answers(b"good", 5), version)  # type: ignore[arg-type]
+    assert not list((tmp_path / "kept" / "blobs").iterdir())
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_on_a_full_disk_a_copy_takes_the_room_of_what_was_set_aside(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, content = Copies(tmp_path / "kept"), b"good"
+    if is_there:
+        (copies.aside((0, 1)) / "last.pt").write_text("earlier")
+    allocate = os.posix_fallocate
+
+    def full(*arguments: int) -> None:
+        if list(tmp_path.glob("kept/set-aside/*/*")) or not is_there:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    sha256 = hashlib.sha256(content).hexdigest()
+    with contextlib.nullcontext() if is_there else pytest.raises(OSError, match="No space left"):
+        copies.receive(Answers(content), Version((0, 1), 1, sha256, "", 4))  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.glob("kept/blobs/*")] == [sha256] * is_there
+
+
+def test_a_file_that_is_written_anew_with_the_same_content_is_as_old_as_it_was(tmp_path: Path) -> None:
+    """Else it would win over what another node has written since, and has."""
+    (tmp_path / "a.pt").write_text("x")
+    files = UserFiles(tmp_path, tmp_path / "state.json")
+    for attempt, content, written in ((1, "x", 1), (2, "x", 1), (3, "y", 3)):
+        files.entered = (0, attempt)
+        (tmp_path / "a.pt").write_text(content)
+        os.utime(tmp_path / "a.pt", (attempt, attempt))
+        files.update(scan(tmp_path))
+        version = files.known["a.pt"].version
+        assert (version.written, version.mtime_ns) == ((0, written), attempt * 10**9)
 
 
 def test_a_copy_that_a_listing_which_cannot_be_read_may_name_is_not_dropped(

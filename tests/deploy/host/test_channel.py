@@ -592,6 +592,27 @@ def test_a_rendezvous_is_not_opened_twice_in_one_generation(channel: HostChannel
     assert channel.call("status", timeout_s=30, **node)["agent"] == ""
 
 
+def test_only_an_agent_that_waits_for_its_go_and_has_the_socket_is_started(
+    channel: HostChannel, tmp_path: Path
+) -> None:
+    """Of two requests under way, one is late: its agent was started, or cannot listen on the port that it names."""
+    (tmp_path / "agent").write_text("#!/bin/sh\nread go\n")
+    (tmp_path / "agent").chmod(0o755)
+    node = {"node_dir": str(tmp_path / "node")}
+    prestart = {"python": str(tmp_path / "agent"), "kit_dir": "/none", "env": {}, **node}
+    refused = "another request has started an agent here meanwhile$"
+    channel.call("prestart", timeout_s=30, **prestart)
+    port = channel.call("hold_port", timeout_s=30, address="127.0.0.1")
+    with pytest.raises(RemoteError, match=refused):
+        channel.call("start", timeout_s=30, spec={"generation": 0, "is_host": True}, port=port, **node)
+    assert not (tmp_path / "node" / "spec.json").exists()
+    channel.call("start", timeout_s=30, spec={"generation": 0, "is_host": False}, **node)
+    until(lambda: not channel.call("status", timeout_s=30, **node)["alive"], what="its end")
+    with pytest.raises(RemoteError, match=refused):
+        channel.call("start", timeout_s=30, spec={"generation": 1, "is_host": False}, **node)
+    assert json.loads((tmp_path / "node" / "spec.json").read_text())["generation"] == 0
+
+
 @pytest.mark.parametrize("is_host", [False, True])
 def test_a_start_that_comes_late_over_a_lost_connection_makes_no_second_agent(
     channel: HostChannel, tmp_path: Path, is_host: bool
