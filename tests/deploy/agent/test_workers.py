@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from agents import freeze, processes_of, until
@@ -24,6 +26,8 @@ from nodekit.deploy.agent.ranks import worker
 from nodekit.deploy.agent.ranks.attempt import imports_for
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.ranks.target import unforkable
+from nodekit.deploy.agent.ranks.workers import Workers
+from nodekit.deploy.host import processes
 
 GRACE_S = 60.0
 """For workers that hear SIGTERM: they end at once, but a machine may stand still for longer than 5 s just then."""
@@ -559,6 +563,38 @@ def test_poll_tells_who_has_ended_and_stop_ends_the_rest(light: Driver) -> None:
     assert light.call("pids") == {}
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
     assert light.run(ends, ends) == [(3, ""), (3, "")]
+
+
+def test_a_wait_ends_with_a_worker_or_a_call_and_not_before(light: Driver, tmp_path: Path) -> None:
+    """What ends it late costs a restart its speed, what ends it early a core."""
+    waits = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
+    )
+    light.start(light.script(waits), light.script(UP, "up.py"))
+    light.said("up", 1)
+    assert light.call("poll") == {}
+    assert light.call("wait", 0.2) is False
+    (tmp_path / "go").touch()
+    assert light.call("wait", 60) is True
+    until(lambda: light.call("poll") == {"0": 0})
+    assert light.call("wait", 0.2) is False, "of its end it has told"
+    light.call("wake")
+    assert light.call("wait", 60) is True
+    assert light.call("wait", 0.2) is False, "once for each call"
+    assert light.call("stop", GRACE_S) is False
+
+
+def test_on_a_kernel_that_does_not_tell_of_an_end_a_wait_is_short_and_has_one_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before Linux 5.3; likewise of a worker that is gone by then."""
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    workers = Workers(None)
+    workers._pids = {0: os.getpid()}
+    start = time.monotonic()
+    assert workers.wait(60.0)
+    assert time.monotonic() - start < 60
 
 
 def test_a_worker_that_hears_sigterm_may_take_its_time(light: Driver) -> None:
