@@ -48,6 +48,38 @@ def test_kits_environment_is_read() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("told", "name", "wanted"),
+    [
+        ({"GROUP_RANK": None}, "node_rank", 1),  # rank 5, of four on each node
+        ({"GROUP_RANK": None, "LOCAL_WORLD_SIZE": None, "LOCAL_SIZE": "2"}, "node_rank", 2),
+        ({"GROUP_RANK": None, "LOCAL_WORLD_SIZE": None}, "node_rank", 5),
+        ({"GROUP_RANK": None, "CROSS_RANK": "3"}, "node_rank", 3),
+        ({"TORCHELASTIC_RUN_ID": "mine"}, "run_id", "mine"),
+        ({"TORCHELASTIC_RUN_ID": "lab-7.0", "NODEKIT_RUN_ID": "lab-7"}, "run_id", "lab-7"),
+        ({}, "num_restarts", 0),
+        ({"TORCHELASTIC_RESTART_COUNT": "3"}, "num_restarts", 3),
+        ({"TORCHELASTIC_RESTART_COUNT": "3", "NODEKIT_GENERATION": "2"}, "num_restarts", 5),
+        ({}, "is_by_kit", False),
+        ({"NODEKIT_GENERATION": "0"}, "is_by_kit", True),
+        ({}, "snapshot_is_shared", False),
+        ({"NODEKIT_SNAPSHOT_SHARED": "0"}, "snapshot_is_shared", False),
+        ({"NODEKIT_SNAPSHOT_SHARED": "1"}, "snapshot_is_shared", True),
+        ({"NODEKIT_SNAPSHOT_EXPECTED": "step 6"}, "expected_snapshot", "step 6"),
+        ({"NODEKIT_ON_NAN": ""}, "on_nan", "stop"),
+        ({"NODEKIT_ON_NAN": "rollback"}, "on_nan", "rollback"),
+        ({}, "standby_world_size", None),
+        ({"NODEKIT_STANDBY": "0"}, "standby_world_size", 0),
+        ({"NODEKIT_STANDBY": "8"}, "standby_world_size", 8),
+    ],
+)
+def test_what_launchers_tell_or_leave_out_is_read(
+    told: dict[str, str | None], name: str, wanted: object
+) -> None:
+    environ = {key: value for key, value in {**TORCHRUN, **told}.items() if value is not None}
+    assert getattr(World.from_env(environ), name) == wanted
+
+
 def test_stages_of_the_start_are_told_and_end_with_the_meeting(tmp_path: Path) -> None:
     file = tmp_path / "a 'b $HOME;" / "rank0"
     file.parent.mkdir()
