@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import warm_python
 from engine_runs import killed_once, losses, task, train
+from torch import nn
 
-pytestmark = pytest.mark.slow
+from nodekit.training import World
+from nodekit.training.options.options import Options
+from nodekit.training.steps import local_sgd
+from nodekit.training.steps.local_sgd import LocalSgd
 
 PLAIN_SGD = """
 import torch
@@ -28,6 +36,7 @@ def weights(folder: Path) -> str:
     return str(json.loads((folder / "result.json").read_text())["weights_sha256"])
 
 
+@pytest.mark.slow
 def test_to_meet_after_each_step_of_sgd_is_ddp(tmp_path: Path) -> None:
     common = [*task(tmp_path, PLAIN_SGD), *NOT_CLIPPED, "--epochs", "1", "--batch-size", "50"]
     train(tmp_path / "ddp", *common, num_ranks=3)  # 17, 17 and 16 samples
@@ -35,6 +44,7 @@ def test_to_meet_after_each_step_of_sgd_is_ddp(tmp_path: Path) -> None:
     assert losses(tmp_path / "apart") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_steps_apart_are_steps_apart_and_engines_agree(tmp_path: Path) -> None:
     common = ["--epochs", "1"]
     train(tmp_path / "ddp", *common)
@@ -50,6 +60,7 @@ def test_steps_apart_are_steps_apart_and_engines_agree(tmp_path: Path) -> None:
         assert losses(tmp_path / other) == pytest.approx(apart, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_rank_is_lost_between_two_meetings(tmp_path: Path) -> None:
     # Due at 10, 20, 30 …, taken at the next meeting: 12, 20, 32 …
     common = ["--epochs", "2", "--diloco", "4", "--snapshot-every", "10"]
@@ -105,6 +116,7 @@ with World.from_env() as world:
 """
 
 
+@pytest.mark.slow
 def test_each_parameter_has_the_mean_of_its_own_state_in_whatever_order_they_came(tmp_path: Path) -> None:
     """Ranks whose samples take other branches of a model first, or never, have their state in another order."""
     (tmp_path / "branches.py").write_text(BRANCHES)
@@ -118,3 +130,96 @@ def test_each_parameter_has_the_mean_of_its_own_state_in_whatever_order_they_cam
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    with World.from_env({}) as world:
+        yield world
+
+
+def begun(world: World, module: nn.Module, **options: Any) -> LocalSgd:
+    """One that begins after step 8, and averages after every fourth."""
+    how = options if "diloco" in options else {"local_sgd": 4, **options}
+    return LocalSgd(Options(task="digits", **how), world, module, step=8)
+
+
+def test_ranks_meet_about_every_two_seconds_and_where_something_is_due(
+    alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(local_sgd, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    apart = begun(alone, nn.Linear(2, 1), snapshot_every=7)
+    now[0] += 3.0
+    assert apart.syncs_after(9), "how long a step takes is not known yet"
+    assert apart.step_s == 3.0
+    apart.synced(9, 0.3)
+    assert [step for step in range(10, 18) if apart.syncs_after(step)] == [12, 14, 15, 16, 17]
+    assert [step for step in range(10, 18) if apart.averages_after(step)] == [12, 16]
+    now[0] += 3.0
+    apart.syncs_after(12)
+    assert apart.step_s == 1.0, "since they met last"
+    apart.synced(17, 60.0)
+    assert apart.syncs_after(18), "a step is longer than that"
+    apart.synced(17, 0.0)
+    assert not apart.syncs_after(18)
+    assert apart.step_s == 0.0
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_dilocos_step_is_one_of_sgd_along_the_way_that_all_have_gone(alone: World, momentum: float) -> None:
+    module, frozen = nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
+    frozen.requires_grad_(requires_grad=False)
+    nn.init.constant_(module.weight, 1.0)
+    kept = frozen.weight.clone()
+    options = {"diloco": 4, "outer_lr": 0.5, "outer_momentum": momentum}
+    apart = begun(alone, nn.Sequential(module, frozen), **options)
+    common, buffer = 1.0, 0.0
+    for own in (0.0, -2.0):
+        nn.init.constant_(module.weight, own)
+        apart.average()
+        way = common - own
+        buffer = momentum * buffer + way
+        common -= 0.5 * (way + momentum * buffer)
+        assert module.weight.item() == pytest.approx(common)
+    assert frozen.weight.equal(kept)
+
+    again = begun(alone, nn.Sequential(module, frozen), **{**options, "outer_lr": 0.25})
+    again.load({})
+    assert not again.state()["state"], "a snapshot without DiLoCo has no momentum"
+    again.load(apart.state())
+    nn.init.constant_(module.weight, 3.0)
+    again.average()
+    way = common - 3.0
+    buffer = momentum * buffer + way
+    assert module.weight.item() == pytest.approx(common - 0.25 * (way + momentum * buffer))
+
+
+def test_the_plain_average_has_no_state_of_its_own(alone: World) -> None:
+    module = nn.Linear(2, 1)
+    weight = module.weight.clone()
+    apart = begun(alone, module)
+    apart.average()
+    assert module.weight.equal(weight), "of one rank"
+    assert apart.state() == {}
+    apart.load({"state": {}, "param_groups": []})
+
+
+def test_the_average_of_many_tensors_goes_in_messages_of_a_bounded_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[int] = []
+
+    def all_reduce(flat: torch.Tensor) -> None:
+        sent.append(flat.numel())
+        flat.mul_(3)
+
+    monkeypatch.setattr(local_sgd, "_BUCKET_BYTES", 40)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    tensors = [torch.full((4,), float(number)) for number in range(5)]
+    local_sgd.average_tensors(tensors, [3, 3, 1, 1, 6], torch.device("cpu"))
+    assert [each[0].item() for each in tensors] == [0.0, 1.0, 6.0, 9.0, 2.0]
+    assert len(sent) > 1
+    assert sum(sent) == 20
+    local_sgd.average_tensors([], [], torch.device("cpu"))
+    assert sum(sent) == 20

@@ -10,7 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +22,9 @@ import torch.distributed as dist
 from agents import until
 
 from nodekit.training import Stop, World
-from nodekit.training.group import nccl, recorder
+from nodekit.training import world as world_module
+from nodekit.training.group import connections, nccl, recorder
+from nodekit.training.process.stages import KEEPING
 
 TORCHRUN = {
     "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -78,6 +84,64 @@ def test_what_launchers_tell_or_leave_out_is_read(
 ) -> None:
     environ = {key: value for key, value in {**TORCHRUN, **told}.items() if value is not None}
     assert getattr(World.from_env(environ), name) == wanted
+
+
+def test_where_ranks_meet_is_told_to_people(tmp_path: Path) -> None:
+    assert World.from_env({}).meets_at == ""
+    assert World.from_env(TORCHRUN).meets_at == "127.0.0.1:1"
+    assert World.from_env(TORCHRUN, init_method="tcp://gpu1:29500").meets_at == "gpu1:29500"
+    assert World.from_env(TORCHRUN, init_method=f"file://{tmp_path}/meet").meets_at == f"{tmp_path}/meet"
+
+
+def test_the_file_where_ranks_have_met_is_removed_at_the_end(tmp_path: Path) -> None:
+    """The next run, which is given the same, would take it for its own."""
+    with World.from_env({"RANK": "0", "WORLD_SIZE": "1"}, init_method=f"file://{tmp_path}/meet"):
+        assert (tmp_path / "meet").exists()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("backend", "may_stay", "aborts", "keeps"),
+    [
+        ("gloo", False, False, True),
+        ("gloo", True, False, True),
+        ("nccl", False, False, False),
+        ("nccl", True, True, True),
+        ("mpi", True, False, False),
+    ],
+)
+def test_what_a_rank_can_do_that_has_lost_another(
+    backend: str, may_stay: bool, aborts: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(connections, "shut_down", lambda: left.append("gloo"))
+    monkeypatch.setattr(nccl, "leave", lambda: left.append("nccl"))
+    world = replace(World.from_env({}), backend=backend, may_stay=may_stay)
+    assert (world.aborts_nccl, world.keeps_steps) == (aborts, keeps)
+    world.leave_others()
+    assert left == ["gloo"] * (backend == "gloo") + ["nccl"] * aborts
+
+
+@pytest.mark.parametrize(("step", "is_deaf"), [(3, True), (3, False), (None, True)])
+def test_a_rank_that_has_lost_another_says_that_it_keeps_its_step_and_ends_if_it_hears_nothing(
+    step: int | None, is_deaf: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    handlers: dict[str, Callable[[], object]] = {}
+    agent: Any = SimpleNamespace(when=handlers.__setitem__, has_left=threading.Event())
+    monkeypatch.setattr(world_module, "messages_from", lambda _: agent)
+    monkeypatch.setattr(connections, "is_deaf", lambda _: is_deaf)
+    monkeypatch.setattr(connections, "shut_down", lambda: done.append("left"))
+    monkeypatch.setattr(os, "_exit", done.append)
+    world = replace(World.from_env({}), agent_pipe=tmp_path, progress_file=tmp_path / "rank0")
+    world.keeps_when_lost(lambda: step, lambda: done.append("saved"))
+    handlers["lost"]()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "nodekit-guard"])
+    assert (tmp_path / "rank0").exists() == (step is not None)
+    if step is not None:
+        assert (tmp_path / "rank0").read_text().rstrip() == f"3 {KEEPING}"
+    assert "left" in done
+    assert [each for each in done if each != "left"] == ["saved", 1] * (step is not None and is_deaf)
 
 
 def test_stages_of_the_start_are_told_and_end_with_the_meeting(tmp_path: Path) -> None:
@@ -168,6 +232,7 @@ def test_the_group_is_left_when_the_body_raises() -> None:
         ({"WORLD_SIZE": None, "MASTER_PORT": None}, "RANK is set but not WORLD_SIZE, MASTER_PORT"),
         ({"RANK": "-1"}, "RANK is '-1': a whole number from 0"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({"LOCAL_RANK": "²"}, "LOCAL_RANK is '²'"),
         ({"NODEKIT_GENERATION": "new"}, "NODEKIT_GENERATION is 'new'"),
     ],
 )

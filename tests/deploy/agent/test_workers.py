@@ -584,6 +584,29 @@ def test_a_wait_ends_with_a_worker_or_a_call_and_not_before(light: Driver, tmp_p
     assert light.call("stop", GRACE_S) is False
 
 
+def test_a_wait_ends_once_for_what_comes_whether_it_is_read_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    workers = Workers(None)
+    reads, writes = os.pipe()
+    with open(reads, "rb"), open(writes, "wb", buffering=0) as message:  # noqa: PTH123
+        for _ in range(2):  # as each attempt does
+            workers.wake_by(reads)
+            assert not workers.wait(0.05)
+            message.write(b"x")
+            assert workers.wait(60)
+            assert not workers.wait(0.05)
+
+
+def test_what_waits_have_opened_is_closed_with_the_round(light: Driver) -> None:
+    script, opened = light.script(UP), []
+    for _ in range(3):
+        light.start(script)
+        light.call("wait", 0)
+        light.call("stop", 0)
+        opened.append(len(list(Path(f"/proc/{light.process.pid}/fd").iterdir())))
+    assert opened[0] == opened[1] == opened[2]
+
+
 def test_on_a_kernel_that_does_not_tell_of_an_end_a_wait_is_short_and_has_one_looked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
