@@ -25,7 +25,7 @@ from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.phases import Phases
 from nodekit.deploy.records import runs
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory, SlurmSettings
 from nodekit.slurm.allocation import allocation, requeue, srun_loss
@@ -803,6 +803,124 @@ def test_a_job_that_is_cancelled_while_it_stops_for_its_time_limit_is_not_queued
     monkeypatch.setattr(allocation, "has_made_progress", lambda _: True)
     found = allocation._queue_again(tmp_path, ending, tmp_path / "slurm" / "1.0.json")
     assert found == (is_queued_again, runs.STOPPED_EXIT)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "progress", "preempted", "lost", "why"),
+    [
+        (3, True, False, [], ""),
+        (4, True, False, [], "the job was queued again 4 times: slurm.max_requeues is 4"),
+        (
+            0,
+            False,
+            False,
+            [],
+            "it had to end before its first step, and would again: is slurm.time enough for its start?",
+        ),
+        (0, False, True, [], ""),
+        (0, False, False, ["node2"], ""),
+    ],
+)
+def test_a_job_goes_back_to_the_queue_as_often_as_it_may_and_while_that_brings_something(
+    restarts: int,
+    progress: bool,
+    preempted: bool,
+    lost: list[str],
+    why: str,
+    ending: Ending,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ending.why, ending.lost = "Slurm, which ends the job soon", lost
+    job = {"JobState": "RUNNING", "PreemptTime": "2026-11-30T01:51:26" if preempted else "None"}
+    ended: list[tuple[str, str]] = []
+    run: Any = SimpleNamespace(finish=lambda *how: ended.append(how))
+    monkeypatch.setattr(allocation, "job_now", lambda: job)
+    monkeypatch.setattr(allocation, "settings_of", lambda _: SlurmSettings(nodes="2", max_requeues=4))  # type: ignore[arg-type]
+    monkeypatch.setattr(allocation, "num_restarts", lambda: restarts)
+    monkeypatch.setattr(allocation, "has_made_progress", lambda _: progress)
+    monkeypatch.setattr(allocation, "is_missing_step", lambda _: False)
+    monkeypatch.setattr(allocation, "readable_record_of", lambda _: run)
+    found = allocation._queue_again(tmp_path, ending, tmp_path / "slurm" / "1.0.json")
+    assert found == ((False, JobFailed.exit_code) if why else (True, runs.STOPPED_EXIT))
+    assert ended == [("failed", why)] * bool(why)
+    assert (
+        f"failed: {why}" if why else f"stopped by {ending.why}; Slurm queues it again"
+    ) in capsys.readouterr().out
+
+
+class Looks:
+    """In place of `Ending.over`: so many looks, each by so many seconds later."""
+
+    def __init__(self, number: int, each_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number, self.each_s, self.now_s = number, each_s, 1000.0
+        monkeypatch.setattr(allocation, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+    def wait(self, _: float) -> bool:
+        self.number, self.now_s = self.number - 1, self.now_s + self.each_s
+        return self.number < 0
+
+
+@pytest.mark.parametrize(
+    ("absent", "given", "each_s", "why"),
+    [
+        ([[], ["c"], []], "a,b,c", 2.0, None),  # two are enough
+        ([["b", "c"]] * 3, "a,b,c", 2.0, None),  # Slurm still counts them: they may come back
+        ([["b", "c"]] * 3, "", 2.0, None),  # nor does it answer
+        ([["b", "c"], ["c"], ["b", "c"]], "a,b,c", allocation.LOST_S - 1, None),  # one was back meanwhile
+        ([["b", "c"]] * 3, "a", 2.0, "b, c lost, and 2 nodes are needed (nodes: 1:3 would go on without)"),
+        ([["a", "b", "c"]] * 3, "d", 2.0, "a, b, c lost, and 2 nodes are needed"),
+        (
+            [["b", "c"]] * 3,
+            "",
+            allocation.LOST_S / 2 + 1,
+            "b, c lost, and 2 nodes are needed (nodes: 1:3 would go on without)",
+        ),
+    ],
+)
+def test_a_job_is_ended_when_too_few_nodes_are_left_and_none_can_come(
+    absent: list[list[str]],
+    given: str,
+    each_s: float,
+    why: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "slurm").mkdir()
+    monkeypatch.setenv("SLURM_JOB_ID", "20")
+    monkeypatch.setattr(allocation, "job_now", lambda: {"NodeList": given} if given else {})
+    looks, told = iter(absent), []
+    tasks: Any = SimpleNamespace(absent=lambda _: next(looks))
+    ending: Any = SimpleNamespace(
+        over=Looks(len(absent), each_s, monkeypatch), lacks_nodes=lambda lost, why: told.append((lost, why))
+    )
+    allocation._look_for_nodes(tmp_path, tasks, ["a", "b", "c"], 2, ending)
+    last = json.loads((tmp_path / "slurm" / "absent.json").read_text())
+    assert last == {"job": "20", "nodes": absent[-1]}
+    assert {f"{', '.join(lost)} lost{why}" for lost, why in told} == ({why} if why else set())
+
+
+@pytest.mark.parametrize(
+    ("lost_s", "state", "given", "is_asked"),
+    [
+        (1.9, "RUNNING", "c,d", False),  # of task 2 it is the turn after 2 s
+        (2.1, "RUNNING", "c,d", True),  # Slurm has taken it for lost
+        (2.1, "RUNNING", "a,b,c,d", False),
+        (5.9, "RUNNING", "a,b,c,d", False),
+        (6.1, "RUNNING", "a,b,c,d", True),
+        (60.0, "COMPLETING", "c,d", False),
+    ],
+)
+def test_a_job_whose_leader_is_lost_is_queued_again_by_one_task_after_the_other(
+    lost_s: float, state: str, given: str, is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    monkeypatch.setattr(allocation, "job_now", lambda: {"JobState": state, "NodeList": given})
+    monkeypatch.setattr(allocation, "queue_again_without_leader", lambda *how: asked.append(how))
+    allocation._look_for_leader(tmp_path, "a", lost_s)
+    assert asked == [(tmp_path, "a, whose task leads the job, is lost", ["a"])] * is_asked
 
 
 def test_a_job_that_lacks_nodes_says_so_whatever_else_it_is_told(ending: Ending) -> None:

@@ -97,6 +97,7 @@ def test_the_file_where_ranks_have_met_is_removed_at_the_end(tmp_path: Path) -> 
     """The next run, which is given the same, would take it for its own."""
     with World.from_env({"RANK": "0", "WORLD_SIZE": "1"}, init_method=f"file://{tmp_path}/meet"):
         assert (tmp_path / "meet").exists()
+        (tmp_path / "meet.beat").write_text("of a rank 0 that was killed")
     assert not list(tmp_path.iterdir())
 
 

@@ -28,6 +28,9 @@ class Round:
         self.broken: list[tuple[int, bool]] = []
         self.waited_s: list[float] = []
         self.killed: list[tuple[int, ...]] = []
+        self.updates: list[dict[str, Any]] = []
+        self.num_looks = self.num_pauses = 0
+        self.began: list[Any] = []
         self.replaced = 0
         self.exits: dict[int, int] = {}
         self.failed: list[dict[str, Any]] = []
@@ -53,7 +56,8 @@ class Round:
         self.attempts: Any = SimpleNamespace(
             is_on=True, is_joining=False, seconds=5.0, logs={}, pids={}, recorder={}, ranks={0: 0, 1: 1},
             workers=SimpleNamespace(wait=lambda _: True),
-            end=self._end, look=lambda: None, tell_end=lambda why: self.ends.append((why,)),
+            end=self._end, look=lambda: setattr(self, "num_looks", self.num_looks + 1),
+            tell_end=lambda why: self.ends.append((why,)),
             replace=lambda _: setattr(self, "replaced", self.replaced + 1),
             poll=lambda: self.exits, failed_while_pausing=lambda: self.exits,
             say_why=lambda _: False, hears_of_a_loss=lambda: False,
@@ -61,7 +65,8 @@ class Round:
             pause=lambda: self.is_pausing,
         )  # fmt: skip
         self.record: Any = SimpleNamespace(
-            step=None, seems_to_train=False, update=lambda **_: None, failed=lambda _: None,
+            step=None, seems_to_train=False, update=lambda **changes: self.updates.append(changes),
+            failed=lambda _: None,
             event=lambda kind, **fields: self.events.append((kind, fields)),
             gpus=SimpleNamespace(blamed_for=lambda _: "a GPU", recent=lambda: "a recent one"),
         )  # fmt: skip
@@ -74,12 +79,12 @@ class Round:
             self.record,
             self.attempts,
             pause=lambda: None,
-            pause_briefly=lambda: None,
+            pause_briefly=lambda: setattr(self, "num_pauses", self.num_pauses + 1),
             leave_if_broken=self.left_for.append,
         )
         self.hangs: Callable[[], bool] = lambda: False
         self.hang: Any = SimpleNamespace(
-            begin=lambda *_: None, finds_a_hang=lambda *_, **__: self.hangs(),
+            begin=lambda formed, *_: self.began.append(formed), finds_a_hang=lambda *_, **__: self.hangs(),
             may_stay=False, behind=(1,), active_s=3.0, is_stepless=False,
         )  # fmt: skip
         self.watch._hang_diagnosis = self.hang
@@ -208,6 +213,9 @@ def test_a_round_is_done_when_every_rank_has_ended_with_status_0() -> None:
     own.attempts.poll = lambda: exits.pop(0)
     assert own.until_over() == "done"
     assert own.ends == [("done",)]
+    assert own.updates == [{"ended": [0]}, {"ended": [0, 1]}, {"workers": []}]
+    assert (own.num_looks, own.num_pauses) == (2, 2), "at the logs, and whether it is to stop"
+    assert own.began == [own.formed] * 2, "for hangs and for stragglers"
 
 
 def test_a_rank_that_ends_badly_ends_the_round_everywhere() -> None:
