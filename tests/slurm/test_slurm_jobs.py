@@ -904,11 +904,11 @@ def test_a_job_is_ended_when_too_few_nodes_are_left_and_none_can_come(
 @pytest.mark.parametrize(
     ("lost_s", "state", "given", "is_asked"),
     [
-        (1.9, "RUNNING", "c,d", False),  # of task 2 it is the turn after 2 s
-        (2.1, "RUNNING", "c,d", True),  # Slurm has taken it for lost
-        (2.1, "RUNNING", "a,b,c,d", False),
-        (5.9, "RUNNING", "a,b,c,d", False),
-        (6.1, "RUNNING", "a,b,c,d", True),
+        (3.9, "RUNNING", "c,d", False),  # of task 3 it is the turn after 4 s
+        (4.1, "RUNNING", "c,d", True),  # Slurm has taken it for lost
+        (4.1, "RUNNING", "a,b,c,d", False),
+        (7.9, "RUNNING", "a,b,c,d", False),
+        (8.1, "RUNNING", "a,b,c,d", True),
         (60.0, "COMPLETING", "c,d", False),
     ],
 )
@@ -916,7 +916,7 @@ def test_a_job_whose_leader_is_lost_is_queued_again_by_one_task_after_the_other(
     lost_s: float, state: str, given: str, is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setenv("SLURM_PROCID", "2")
+    monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setattr(allocation, "job_now", lambda: {"JobState": state, "NodeList": given})
     monkeypatch.setattr(allocation, "queue_again_without_leader", lambda *how: asked.append(how))
     allocation._look_for_leader(tmp_path, "a", lost_s)
