@@ -237,7 +237,8 @@ class Rendezvous:
         self._soon_until = time.monotonic() + _SOON_S
         with self.lost_store_is_told():
             info = handler.next_rendezvous()
-            if info.rank >= info.world_size:  # the state has changed between the two
+            # The round is complete, and a member was lost before its ranks were counted.
+            if info.rank >= info.world_size or info.world_size < self._spec.min_nodes:
                 raise FormAgain
             self._formed_size = info.world_size
             workers_store = None

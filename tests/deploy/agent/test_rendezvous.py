@@ -633,6 +633,30 @@ def test_a_round_is_formed_again_where_a_member_does_not_tell_of_itself(
             host.form({"name": "n0"})
 
 
+def test_who_is_lost_as_the_round_is_complete_leaves_no_round_of_fewer_nodes_than_the_fewest(
+    connect: Any,
+) -> None:
+    """It would train with these, and nobody would be missed: the round never had another member."""
+    host, other = connect(0, nodes=2), connect(1, nodes=2)
+    count = host._handler._get_world
+
+    def count_late() -> Any:
+        until(lambda: other._identity in host._lost)
+        host._state.sync()
+        return count()
+
+    def take_part() -> None:
+        other._handler._bootstrap_store_info = other._handler._shared_tcp_store_server = ...
+        other._handler.next_rendezvous()
+        hang_up(other, others=host)
+
+    host._handler._get_world = count_late
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(take_part)
+        with pytest.raises(FormAgain):
+            host.form({"name": "n0"})
+
+
 @pytest.mark.parametrize("changed", [{"run_id": "another"}, {"generation": 1}, {"token": "another"}])
 def test_an_agent_of_another_run_or_generation_is_no_member_of_this_one(
     connect: Any, changed: dict[str, Any]
