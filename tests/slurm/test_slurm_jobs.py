@@ -850,6 +850,17 @@ def test_a_job_goes_back_to_the_queue_as_often_as_it_may_and_while_that_brings_s
     ) in capsys.readouterr().out
 
 
+def test_a_job_that_is_cancelled_is_not_queued_again_though_slurm_does_not_answer(
+    ending: Ending, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not warned of an end that it could come back from."""
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    monkeypatch.setattr(allocation, "job_now", dict)
+    found = allocation._queue_again(tmp_path, ending, tmp_path / "slurm" / "1.0.json")
+    assert found == (False, runs.STOPPED_EXIT)
+
+
 class Looks:
     """In place of `Ending.over`: so many looks, each by so many seconds later."""
 

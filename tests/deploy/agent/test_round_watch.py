@@ -228,6 +228,13 @@ def test_a_rank_that_ends_badly_ends_the_round_everywhere() -> None:
     assert own.left_for == ["a GPU"]
 
 
+def test_a_round_whose_last_rank_fails_is_not_done() -> None:
+    own = Round()
+    own.fails((RAISED, 1.0))
+    own.exits = {0: 1, 1: 0}
+    assert own.until_over() == "again"
+
+
 @pytest.mark.parametrize(("gpus", "wait_s"), [((), EXPLAINED_S), ((0,), TOLD_S)])
 def test_where_it_is_known_why_others_are_waited_for_less(gpus: tuple[int, ...], wait_s: float) -> None:
     own = Round(gpus=gpus)
@@ -294,6 +301,7 @@ def test_a_hang_ends_the_round_and_is_charged_where_no_rank_had_told_a_step(
     assert (own.killed, own.replaced) == (([(1,)], 1) if may_stay else ([], 0))
     assert took == [{"seconds": 3.0, "seems_trained": False, "ended_by": A_HANG}]
     assert own.left_for == ["a recent one"]
+    assert not own.told, "that rank 0 trains"
 
 
 def test_a_lost_member_is_found_while_the_ranks_train() -> None:
@@ -380,7 +388,7 @@ def test_a_loss_ends_the_pause(when: str) -> None:
     own.rendezvous.gone = lambda _: next(lost)
     own.is_pausing = lambda: True
     assert pauses(own) == "again"
-    assert [each["names"] for each in own.lost if each["lost"]] == [["n2"]]
+    assert own.lost[-1] == {"lost": 1, "waiting": 0, "names": ["n2"]}
     assert own.ends == [(DYING_S, "a node is lost", "lost", None)]
 
 
