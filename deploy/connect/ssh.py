@@ -241,9 +241,10 @@ class SshConnection:
         try:
             return self._hops[-1].open_sftp()
         except (paramiko.SSHException, EOFError, OSError) as error:
-            raise HostError(
-                self.target.name, f"{self._hops[-1].where} has no SFTP: {_words(error)}"
-            ) from error
+            where, transport = self._hops[-1].where, self._connection.transport
+            is_lost = transport is None or not transport.is_active()
+            found = f"the connection to {where} is lost" if is_lost else f"{where} has no SFTP"
+            raise HostError(self.target.name, f"{found}: {_words(error)}") from error
 
     def to_port(self, port: int) -> paramiko.Channel:
         """A connection to a port of the host's own loopback, for its `deploy/connect/tunnel.py`.

@@ -208,22 +208,24 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
         _say_stop(node_dir)
     if not force:
         processes.send(record["pid"], signal.SIGTERM)
-    killed = _wait_for_end(node_dir, record["pid"], grace_s, force)
-    _kill_workers(node_dir)
-    if for_good:
-        _settle_status(node_dir)
+    killed = _wait_for_end(node_dir, record, grace_s, force)
+    if status.agent_alive(node_dir) is None:  # else the next one was started meanwhile, and the ranks are its own
+        _kill_workers(node_dir)
+        if for_good:
+            _settle_status(node_dir)
     return {"was": "running", "killed": killed}
 
 
-def _wait_for_end(node_dir: str, pid: int, grace_s: float, force: bool) -> bool:
-    """Wait until the agent has ended, and kill it when its time is over; returns whether that was needed.
+def _wait_for_end(node_dir: str, record: AgentRecord, grace_s: float, force: bool) -> bool:
+    """Wait until this agent has ended, and kill it when its time is over; returns whether that was needed.
 
     Raises:
         RuntimeError: SIGKILL does not end it.
     """
     killed = had_workers = False
     since = time.monotonic()
-    while status.agent_alive(node_dir) is not None:
+    pid = record["pid"]
+    while status.pid_if_alive(record) is not None:
         found = status.said(node_dir)
         has_workers = bool(found.get("workers"))
         if had_workers and not has_workers:

@@ -53,6 +53,30 @@ def test_a_node_that_leaves_a_job_that_goes_on_is_not_said_to_be_stopped(
     assert status.said(node_dir)["state"] == "running"
 
 
+def test_an_agent_that_takes_the_place_of_the_one_that_ends_keeps_its_ranks(
+    tmp_path: Path, worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where `kit up` comes right after a `kit down`, over another connection."""
+    node_dir = node_of(tmp_path, worker, boot_id=processes.boot_id())
+    with subprocess.Popen(["sleep", "300"]) as old, subprocess.Popen(["sleep", "300"]) as new:
+        records = [
+            {"pid": each.pid, "start_time": processes.start_time(each.pid), "boot_id": processes.boot_id()}
+            for each in (old, new)
+        ]
+        (tmp_path / "agent.json").write_text(json.dumps(records[0]))
+
+        def end_as_asked(pid: int, number: int) -> None:
+            assert pid == old.pid
+            old.kill()
+            old.wait()
+            (tmp_path / "agent.json").write_text(json.dumps(records[1]))
+
+        monkeypatch.setattr(processes, "send", end_as_asked)
+        assert agents.stop(node_dir, grace_s=1.0) == {"was": "running", "killed": False}
+        assert (worker.poll(), new.poll(), status.said(node_dir)["state"]) == (None, None, "running")
+        new.kill()
+
+
 def test_a_process_of_this_boot_is_not_a_worker_of_an_earlier_one(
     tmp_path: Path, worker: subprocess.Popen[bytes]
 ) -> None:
