@@ -12,7 +12,8 @@ from nodekit.inventory.schema import Inventory, SlurmSettings
 
 MAX_SIGNAL_S = 90
 """How long before the time limit a job is told, at most: for a snapshot, and to be queued again."""
-SRUN_ARGS = ("--no-kill", "--kill-on-bad-exit=0")  # a lost node is not the end of the others
+# A lost node is not the end of the others; and with sbatch --export=NONE, srun would pass on nothing of what `setup` set.
+SRUN_ARGS = ("--no-kill", "--kill-on-bad-exit=0", "--export=ALL")
 
 KEYS = {"mem": "mem_gb"}
 """Parameter → the key below `slurm:` it comes from, where they are not called the same."""

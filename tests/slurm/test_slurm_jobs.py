@@ -316,7 +316,7 @@ ALWAYS = {
         "export PYTHONPATH='/s/k it'${PYTHONPATH:+:$PYTHONPATH}",
         "trap '/v/python -m nodekit.slurm.allocation.srun_loss /s' EXIT",
     ],
-    "srun_args": ["--no-kill", "--kill-on-bad-exit=0"],
+    "srun_args": ["--no-kill", "--kill-on-bad-exit=0", "--export=ALL"],
     "additional_parameters": {"requeue": True, "no_kill": True, "chdir": "/s/r"},
 }
 
