@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -14,6 +14,16 @@ MAX_SIGNAL_S = 90
 """How long before the time limit a job is told, at most: for a snapshot, and to be queued again."""
 # A lost node is not the end of the others; and with sbatch --export=NONE, srun would pass on nothing of what `setup` set.
 SRUN_ARGS = ("--no-kill", "--kill-on-bad-exit=0", "--export=ALL")
+
+ALWAYS = ("array", "open_mode", "signal", "wait")
+"""Options of sbatch that kit, or submitit, decides on whatever is asked for."""
+VARIABLES = {
+    "SBATCH_ARRAY_INX": "array",
+    "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_NO_REQUEUE": "requeue",
+    "SBATCH_TIMELIMIT": "time",
+}
+"""Variable that sbatch reads → the option that it stands for, where they are not called the same."""
 
 KEYS = {"mem": "mem_gb"}
 """Parameter → the key below `slurm:` it comes from, where they are not called the same."""
@@ -83,6 +93,14 @@ def parameters(
         "time": settings.extra.get("time", settings.time_min),
         "additional_parameters": further,
     }
+
+
+def overriding(parameters: Mapping[str, Any], environ: Iterable[str]) -> list[str]:
+    """The user's variables for sbatch that speak against a job's parameters: they would count, not the batch script."""
+    values = {**parameters, **parameters.get("additional_parameters", {})}
+    asked = {*ALWAYS, *(key for key, value in values.items() if value is not None)}
+    names = [name for name in environ if name.startswith("SBATCH_")]
+    return [name for name in names if VARIABLES.get(name, name.removeprefix("SBATCH_").lower()) in asked]
 
 
 def planned_gpus(settings: SlurmSettings) -> int | None:

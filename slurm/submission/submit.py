@@ -9,6 +9,7 @@ Slurm would take it if that one was not there: so one can tell which is wrong.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records.secret_files import NOTIFY, RANKS
 from nodekit.slurm.allocation.allocation import Allocated
+from nodekit.slurm.sbatch_parameters import overriding
 
 OWN = ("job_name", "ntasks_per_node", "setup", "signal_delay_s", "srun_args", "stderr_to_stdout")
 """Parameters that are kit's, or that sbatch does not see."""
@@ -102,4 +104,7 @@ def _words(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(submit(**json.load(sys.stdin))))
+    given = json.load(sys.stdin)
+    for name in overriding(given["parameters"], list(os.environ)):
+        del os.environ[name]
+    print(json.dumps(submit(**given)))

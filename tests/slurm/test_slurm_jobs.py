@@ -43,7 +43,7 @@ from nodekit.slurm.cluster.jobs import (
     time_limit,
 )
 from nodekit.slurm.cluster.login import of_a_job
-from nodekit.slurm.sbatch_parameters import inventory_keys, parameters, planned_gpus
+from nodekit.slurm.sbatch_parameters import inventory_keys, overriding, parameters, planned_gpus
 from nodekit.slurm.submission import submit
 from nodekit.slurm.submission.prepare import Ready, _not_shared, dry_run, prepare
 
@@ -405,6 +405,27 @@ def test_parameters_are_what_submitit_takes(
         minutes=time_min,
     )
     assert asked == {**ALWAYS, **changed}
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "expected"),
+    [
+        ({}, ["SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_ACCOUNT", "PATH"], []),
+        ({"partition": "p", "time": 5}, ["SBATCH_PARTITION", "SBATCH_ACCOUNT"], ["SBATCH_PARTITION"]),
+        ({"time": 5, "mem_gb": 1}, ["SBATCH_TIMELIMIT", "SBATCH_MEM_PER_NODE"], "all"),
+        ({"extra": {"reservation": "r"}}, ["SBATCH_RESERVATION"], "all"),
+        ({}, ["SBATCH_NO_REQUEUE", "SBATCH_REQUEUE", "SBATCH_NO_KILL", "SBATCH_JOB_NAME"], "all"),
+        ({}, ["SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_SIGNAL", "SBATCH_OPEN_MODE"], "all"),
+    ],
+)
+def test_sbatchs_variables_do_not_override_what_is_asked_for(
+    tmp_path: Path, given: dict[str, Any], environ: list[str], expected: list[str] | str
+) -> None:
+    """For sbatch they count more than the options in a batch script."""
+    asked = parameters(
+        inventory(tmp_path, nodes=2, **given), name="r", run_dir="/s", python="p", kit_dir="/k", minutes=9
+    )
+    assert overriding(asked, environ) == (environ if expected == "all" else expected)
 
 
 def test_what_would_be_submitted_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
