@@ -88,7 +88,7 @@ class Slurm:
         """
         if not job_id:  # for scontrol, all jobs
             return {}
-        status, out, err = self._asked("scontrol", "show", "job", "--oneliner", job_id)
+        status, out, err = self.asked("scontrol", "show", "job", "--oneliner", job_id)
         if status == 0:
             return parse_jobs(out)
         # The first is for a number that is nobody's, the second for an index that the array does not have.
@@ -102,13 +102,18 @@ class Slurm:
         Raises:
             Unanswered: it does not say.
         """
-        status, out, err = self._asked("squeue", "--noheader", "--me", "--format=%F %o")
+        status, out, err = self.asked("squeue", "--noheader", "--me", "--format=%F %o")
         if status:
             raise Unanswered(f"{self._channel.host}: squeue: {err.strip()}")
         found = (line.strip().partition(" ") for line in out.splitlines())
         return next((job_id for job_id, _, script in found if script.startswith(f"{folder}/")), "")
 
-    def _asked(self, *argv: str) -> tuple[int, str, str]:
+    def asked(self, *argv: str) -> tuple[int, str, str]:
+        """Run one, as `run`.
+
+        Raises:
+            Unanswered: it took too long.
+        """
         try:
             return self.run(*argv)
         except RemoteError as error:

@@ -32,7 +32,14 @@ from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Environment, Inventory, SlurmSettings
 from nodekit.slurm.cluster.accounts import account_problem
-from nodekit.slurm.cluster.jobs import UNLIMITED_MIN, Slurm, beyond_limits, choose_partition, time_limit
+from nodekit.slurm.cluster.jobs import (
+    UNLIMITED_MIN,
+    Slurm,
+    Unanswered,
+    beyond_limits,
+    choose_partition,
+    time_limit,
+)
 from nodekit.slurm.cluster.login import (
     LOGIN,
     LOGIN_TIMEOUT_S,
@@ -299,10 +306,12 @@ def _not_shared(channel: HostChannel, shared_dir: str, settings: SlurmSettings) 
     where = [f"--partition={settings.partition}"] if settings.partition else []
     where += [f"--account={settings.account}"] if settings.account else []
     try:
-        _, out, err = Slurm(channel).run(
+        _, out, err = Slurm(channel).asked(
             "srun", "--nodes=1", "--ntasks=1", "--time=1", "--immediate=5", "--quiet", "--job-name=kit-check", *where,
             "env", "LC_ALL=C", "cat", name,
         )  # fmt: skip
+    except Unanswered:  # a node that is powered up first, or has a slow prolog
+        return f"no node has tried within {LOGIN_TIMEOUT_S:.0f} s whether slurm.shared_dir is shared"
     finally:
         Slurm(channel).run("rm", "-f", name)
     if word in out.split():  # a site's task prolog may print more

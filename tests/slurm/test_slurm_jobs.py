@@ -21,6 +21,7 @@ from slurm_runs import Site
 from submitit.core.job_environment import SignalHandler
 from submitit.core.utils import DelayedSubmission
 
+from nodekit.deploy.connect.channel import RemoteError
 from nodekit.deploy.lab.lab_cluster import Lab
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.phases import Phases
@@ -182,6 +183,19 @@ def test_a_folder_is_shared_unless_a_node_says_that_its_file_is_not_there(
         KitError, match=r"is not the folder that the login node has .*No such file or directory"
     ):
         find()
+
+
+def test_a_node_that_takes_long_to_start_ends_no_kit_up() -> None:
+    """As one that Slurm powers up for the first job: srun then waits for minutes, with an allocation."""
+
+    class Node(Recorded):
+        def call(self, op: str, **given: Any) -> Any:
+            if op == "execute" and given["argv"][0] == "srun":
+                raise RemoteError("login", {"type": "TimeoutExpired", "message": "60 s", "traceback": ""})
+            return {"status": 0, "out": "", "err": ""}
+
+    told = _not_shared(Node({}), "/s/a dir", settings(nodes=1))  # type: ignore[arg-type]  # it has what is called
+    assert told == "no node has tried within 60 s whether slurm.shared_dir is shared"
 
 
 def test_a_job_is_known_by_its_place_in_an_array() -> None:
