@@ -292,7 +292,7 @@ def _cancel(slurm: Slurm, job_id: str) -> None:
                 return
         time.sleep(POLL_S)
     raise KitError(
-        f"job {job_id} is still there {STOP_S:.0f} s after scancel", cure=f"see squeue --job {job_id}"
+        f"job {job_id} is still there {STOP_S:.0f} s after scancel", cure=f"see squeue --job {job_id}, then kit down again"
     )
 
 
@@ -361,14 +361,16 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
         slurm = Slurm(channel)
         find_job(run, slurm)
         job_id = run.slurm["job_id"]
-        job = slurm.job(job_id)
-        if job.is_over:
+        watched = Watched(slurm, job_id)
+        if watched.look():  # while Slurm does not answer, it is cancelled when it does
             forget_secrets(run, channel)
             if run.state not in runs.ENDED:
-                record_end(run, channel, job)
+                record_end(run, channel, watched.job)
             print(f"{run.run_id} is not running ({run.state})")
             bring_logs(run, channel, is_asked=fetch)
             return 0
+        if watched.job.state == "UNKNOWN":
+            print(f"job {job_id} {watched.line}", flush=True)
         with cancelling(run.run_id, [run], by):
             _cancel(slurm, job_id)
         forget_secrets(run, channel)

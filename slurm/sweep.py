@@ -238,7 +238,7 @@ def watch(members: list[Run], options: Options) -> int:
                     continue
                 except Unanswered as error:  # their jobs run on
                     if not is_silent:
-                        print(f"all go on, as far as is known: Slurm does not answer ({error})", flush=True)
+                        print(f"all go on, as far as is known: Slurm does not answer ({error.problem.found})", flush=True)
                     is_silent = True
                     time.sleep(LOOK_S)
                     continue

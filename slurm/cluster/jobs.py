@@ -52,6 +52,9 @@ class Job:
 class Unanswered(KitError):
     """Slurm's controller does not answer, as while it is restarted; its jobs run on."""
 
+    def __init__(self, found: str) -> None:
+        super().__init__(found, cure="try again when Slurm answers (scontrol ping); its jobs run on meanwhile")
+
 
 class Slurm:
     """Slurm's commands on one host."""
@@ -125,7 +128,7 @@ class Slurm:
         """Name → what scontrol shows of it; the default one is first."""
         status, out, err = self.run("scontrol", "show", "partition", "--oneliner")
         if status:
-            raise KitError(f"{self._channel.host}: Slurm does not answer: {err.strip()}")
+            raise Unanswered(f"{self._channel.host}: Slurm does not answer: {err.strip()}")
         found = [_fields(line) for line in out.splitlines() if line.strip()]
         found.sort(key=lambda each: each.get("Default") != "YES")
         return {each["PartitionName"]: each for each in found}
@@ -152,7 +155,7 @@ class Watched:
         try:
             self.job = self._slurm.job(self._job_id)
         except Unanswered as error:
-            self.line = f"goes on, as far as is known: Slurm does not answer ({error})"
+            self.line = f"goes on, as far as is known: Slurm does not answer ({error.problem.found})"
             return False
         self.line = self.job.line()
         return self.job.is_over

@@ -87,6 +87,8 @@ def test_a_job_is_asked_for_again_while_the_controller_is_away() -> None:
     watched = Watched(Slurm(Recorded(answers)), "7")  # type: ignore[arg-type]  # all that is called
     assert not watched.look()
     assert "goes on, as far as is known: Slurm does not answer (login: scontrol show job 7:" in watched.line
+    with pytest.raises(KitError, match=r"; try again when Slurm answers \(scontrol ping\); its jobs run on"):
+        Slurm(Recorded(answers)).job("7")  # type: ignore[arg-type]  # as above
     answers["scontrol"] = (0, recorded("scontrol-running"), "")
     assert not watched.look()
     assert watched.line == "running on node[1-3]"

@@ -180,6 +180,25 @@ def test_a_run_whose_job_cannot_be_cancelled_is_not_on_record_as_stopped(
     assert "is stopped" not in capsys.readouterr().out
 
 
+def test_kit_down_cancels_a_job_once_the_controller_is_back(
+    folder: tuple[Run, Folder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = folder
+    answers: list[Any] = [jobs.Unanswered("login: no answer"), jobs.Unanswered("login: no answer"), {}]
+
+    def asked(*_: object) -> dict[str, Job]:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return {}
+
+    monkeypatch.setattr(runner.Slurm, "jobs", asked)
+    monkeypatch.setattr(runner, "POLL_S", 0.02)
+    assert runner.down(run, SshOptions()) == 0
+    assert not answers
+    assert (run.reload(), run.state)[1] == "stopped"
+    assert capsys.readouterr().out.startswith("job 7 goes on, as far as is known: Slurm does not answer (login:")
+
+
 def test_a_live_view_of_a_success_ends_with_where_everything_is(
     folder: tuple[Run, Folder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
