@@ -19,6 +19,17 @@ _INSTEAD_UNDER_SLURM = {
     "workdir": "slurm.shared_dir",
     "connection": "none: Slurm reaches its nodes itself",
 }
+_NOT_IN_EXTRA = {
+    "array": "slurm.array",
+    "nodes": "slurm.nodes",
+    "setup": "slurm.setup",
+    "srun_args": "slurm.srun_args",
+    **dict.fromkeys(
+        ("command", "folder", "map_count", "open_mode", "output", "parsable", "test_only", "use_srun", "wait"),
+        "none: kit needs its own",
+    ),
+}
+"""Options of sbatch, and of submitit, with which kit would not find its job or what it says, or Slurm start two."""
 _SECRET_PATHS = (
     ("hooks.slack.com", "/services/"),
     ("discord.com", "/api/webhooks/"),
@@ -126,6 +137,8 @@ def _section_problems(file: InventoryFile, written: set[str]) -> Iterator[Proble
     elif "slurm" in written:
         for key in _INSTEAD_UNDER_SLURM.keys() & written:
             yield Problem((key,), f"found beside slurm, wanted {_INSTEAD_UNDER_SLURM[key]}", at_key=True)
+        for key in sorted(_NOT_IN_EXTRA.keys() & set(file.slurm.extra if file.slurm else ())):
+            yield Problem(("slurm", "extra", key), f"found below extra, wanted {_NOT_IN_EXTRA[key]}", at_key=True)
         if file.job.on_slow == "drain":
             yield Problem(("job", "on_slow"), "found drain beside slurm, which keeps its nodes, wanted tell")
 

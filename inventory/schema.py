@@ -14,6 +14,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     SerializationInfo,
     field_serializer,
+    field_validator,
     model_validator,
 )
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -330,6 +331,12 @@ class SlurmSettings(_Model):
     """A folder that every node and the login node share: code, logs and snapshots go there."""
     login: Login | None = None
     """The login node to submit from over SSH, as user@login.example.org. Default: this machine."""
+
+    @field_validator("extra")
+    @classmethod
+    def _as_submitit_writes_them(cls, extra: dict[str, Scalar]) -> dict[str, Scalar]:
+        """``mail-type`` is sbatch's own spelling, by which kit would not know what is asked for."""
+        return {key.replace("-", "_"): value for key, value in extra.items()}
 
     @property
     def time_min(self) -> int | None:

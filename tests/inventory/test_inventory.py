@@ -314,7 +314,7 @@ python: /opt/python
 env: {A: b}
 slurm:
   {nodes: 2:4, partition: p, gpus_per_node: 4, mem_gb: 1.5, time: 1-02:03:04, exclude: "n[1-2]", array: 0-3%2,
-   setup: [module load x], extra: {licenses: m, requeue: true, nice: 5}, login: me@login}
+   setup: [module load x], extra: {licenses: m, requeue: true, nice: 5, tres-per-node: x}, login: me@login}
 """
     inventory = loaded(tmp_path, text)
 
@@ -324,7 +324,7 @@ slurm:
     assert inventory.defaults.env == {"A": "b"}
     assert inventory.slurm is not None
     assert inventory.slurm.time_min == 1440 + 2 * 60 + 3 + 1
-    assert inventory.slurm.extra == {"licenses": "m", "requeue": True, "nice": 5}
+    assert inventory.slurm.extra == {"licenses": "m", "requeue": True, "nice": 5, "tres_per_node": "x"}
     assert inventory.slurm.shared_dir == "~/nodekit"
 
 
