@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nodekit.deploy.connect.channel import HostChannel, RemoteError
@@ -16,6 +16,8 @@ ENDED = (
     "TIMEOUT",
 )  # fmt: skip
 UNLIMITED_MIN = 365 * 1440
+_FILTERS = [f"SQUEUE_{what}" for what in ("ACCOUNT", "LICENSES", "NAMES", "PARTITION", "QOS", "STATES", "USERS")]
+"""Variables by which squeue leaves out jobs of the user's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +64,14 @@ class Slurm:
     def __init__(self, channel: HostChannel) -> None:
         self._channel = channel
 
-    def run(self, *argv: str) -> tuple[int, str, str]:
-        """Run one; its status, output and error output.
+    def run(self, *argv: str, env: Mapping[str, None] | None = None) -> tuple[int, str, str]:
+        """Run one, without the variables in `env`; its status, output and error output.
 
         Raises:
             KitError: it is not there.
         """
         try:
-            done = execute(self._channel, *argv)
+            done = execute(self._channel, *argv, env=env)
         except RemoteError as error:
             if error.type == "FileNotFoundError":
                 raise KitError(
@@ -105,20 +107,22 @@ class Slurm:
         Raises:
             Unanswered: it does not say.
         """
-        status, out, err = self.asked("squeue", "--noheader", "--me", "--format=%F %o")
+        status, out, err = self.asked(
+            "squeue", "--noheader", "--me", "--format=%F %o", env=dict.fromkeys(_FILTERS)
+        )
         if status:
             raise Unanswered(f"{self._channel.host}: squeue: {err.strip()}")
         found = (line.strip().partition(" ") for line in out.splitlines())
         return next((job_id for job_id, _, script in found if script.startswith(f"{folder}/")), "")
 
-    def asked(self, *argv: str) -> tuple[int, str, str]:
+    def asked(self, *argv: str, env: Mapping[str, None] | None = None) -> tuple[int, str, str]:
         """Run one, as `run`.
 
         Raises:
             Unanswered: it took too long.
         """
         try:
-            return self.run(*argv)
+            return self.run(*argv, env=env)
         except RemoteError as error:
             if error.type == "TimeoutExpired":
                 raise Unanswered(f"{self._channel.host}: {error.problem.found}") from error

@@ -31,10 +31,11 @@ from nodekit.slurm.submission.prepare import Ready
 
 COMMANDS = {
     "srun": "exit 1",
-    "sbatch": """. "$KIT_TEST/sbatch"
+    "sbatch": """[ -z "$SBATCH_WAIT" ] || exit 1
+. "$KIT_TEST/sbatch"
 printf '%s %s\\n' 24 "$1" >"$KIT_TEST/queue"
 echo Submitted batch job 24""",
-    "squeue": """cat "$KIT_TEST/queue" 2>/dev/null; true""",
+    "squeue": """[ -n "$SQUEUE_STATES" ] || cat "$KIT_TEST/queue" 2>/dev/null; true""",
     "scancel": """rm "$KIT_TEST/queue" """,
     "scontrol": """[ -e "$KIT_TEST/queue" ] && state=RUNNING || state=CANCELLED
 echo "JobId=24 JobState=$state" """,
@@ -58,6 +59,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setenv("KIT_TEST", str(tmp_path))
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")  # the user's, for other jobs than kit's
+    monkeypatch.setenv("SBATCH_WAIT", "1")
     return lambda text: (tmp_path / "sbatch").write_text(text) and None
 
 
