@@ -18,6 +18,7 @@ from nodekit.inventory.schema import Host, Inventory, SlurmSettings
 
 LOGIN = "login"
 LOGIN_TIMEOUT_S = 60.0
+FILE_BYTES = 64 << 20  # a record has one to two kB for each node
 RETRY_S, MAX_RETRY_S = 5.0, 60.0
 HELD_S = 600.0  # a connection that has held for so long is tried again at once
 
@@ -192,4 +193,4 @@ def remove_private(channel: HostChannel, run_dirs: Iterable[str], names: Iterabl
 
 def read(channel: HostChannel, path: str) -> str:
     """What is in a file there; "" if there is none."""
-    return str(channel.call("read_file", timeout_s=LOGIN_TIMEOUT_S, path=path) or "")
+    return str(channel.call("read_file", timeout_s=LOGIN_TIMEOUT_S, path=path, limit_bytes=FILE_BYTES) or "")

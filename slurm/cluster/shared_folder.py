@@ -6,9 +6,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from nodekit.deploy.connect.channel import HostChannel
 from nodekit.deploy.host.files import write_private
@@ -24,6 +24,7 @@ from nodekit.slurm.cluster.accounts import usage
 from nodekit.slurm.cluster.jobs import Job, Slurm
 from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, read, remove_private
 
+T = TypeVar("T")
 LOST = "lost"  # the line of a node that the leader counts out
 _TAIL_BYTES = 65536
 _OF_A_RANK = re.compile(r"(\S+):(\d+) +\| (.*)")
@@ -36,13 +37,27 @@ def leader_folder(run: Run) -> str:
 
 def record_of(run: Run, channel: HostChannel) -> Run | None:
     """The leader's record of a run; None before it has one."""
-    path = f"{leader_folder(run)}/{record_files.FILE}"
+    return _parsed(
+        channel, f"{leader_folder(run)}/{record_files.FILE}", lambda text: runs.parse(text, run.run_id)
+    )
+
+
+def _parsed(
+    channel: HostChannel, path: str, parse: Callable[[str], T], *, goes_on_when: str = "mended"
+) -> T | None:
+    """What is in a file of the leader's; None before there is one."""
     text = read(channel, path)
     try:
-        return runs.parse(text, run.run_id) if text else None
+        return parse(text) if text else None
     except ValueError as error:
-        cure = "see to that file system; kit goes on when the file is mended"
+        cure = f"see to that file system; kit goes on when the file is {goes_on_when}"
         raise HostError(channel.host, f"{path} cannot be read: {error}", cure=cure) from error
+
+
+def _of_leader(run: Run, channel: HostChannel, name: str) -> dict[str, Any]:
+    """What the leader has left in a small file beside its logs; {} before it has."""
+    path = f"{run.slurm['run_dir']}/slurm/{name}"
+    return _parsed(channel, path, json.loads, goes_on_when="mended, or removed") or {}
 
 
 def events_of(run: Run, channel: HostChannel) -> list[str]:
@@ -61,7 +76,7 @@ def node_statuses(run: Run, channel: HostChannel) -> dict[str, NodeStatus]:
 
 def absent_nodes(run: Run, channel: HostChannel) -> list[str]:
     """The nodes that the leader of this run's job cannot reach."""
-    told = json.loads(read(channel, f"{run.slurm['run_dir']}/slurm/absent.json") or "{}")
+    told = _of_leader(run, channel, "absent.json")
     return list(told.get("nodes", [])) if told.get("job") == run.slurm["job_id"] else []
 
 
@@ -71,7 +86,7 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
     Its secrets are removed, should it have been killed before it could, or cancelled before it began.
     """
     forget_secrets(run, channel)
-    result = json.loads(read(channel, f"{run.slurm['run_dir']}/slurm/result.json") or "{}")
+    result = _of_leader(run, channel, "result.json")
     record = record_of(run, channel)
     if lines := events_of(run, channel):
         write_private(str(run.folder / events.FILE), "".join(lines).encode())

@@ -21,12 +21,13 @@ from nodekit.deploy.output.phases import Phases
 from nodekit.deploy.records import locks
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError, KitError, NotWritten
-from nodekit.inventory.load import load_inventory
+from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import run as runner
 from nodekit.slurm.backend import SlurmBackend
-from nodekit.slurm.cluster.jobs import Slurm
+from nodekit.slurm.cluster.jobs import Job, Slurm
 from nodekit.slurm.cluster.login import settings_of
+from nodekit.slurm.cluster.shared_folder import leader_folder, record_end, record_of
 from nodekit.slurm.submission.prepare import Ready
 
 COMMANDS = {
@@ -220,3 +221,23 @@ def test_sbatch_ends_with_the_connection_that_it_was_called_by(
 def test_of_a_job_without_an_id_slurm_is_not_asked_for_all_jobs(channel: HostChannel) -> None:
     assert Slurm(channel).jobs("") == {}
     assert Slurm(channel).job_below("/nowhere") == ""
+
+
+def test_what_the_leader_has_left_is_read_to_its_end_and_a_damaged_file_is_named(
+    submission: tuple[Run, Inventory, Ready], tmp_path: Path
+) -> None:
+    run, inventory, ready = submission
+    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
+    node = {"node_rank": 0, "env": {"TEXT": "x" * 1000}}
+    record = {**vars(run), "nodes": {f"node{number}": node for number in range(2000)}}
+    file = Path(leader_folder(run), "run.json")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(record))
+    found = record_of(run, ready.channel)
+    assert found is not None
+    assert len(found.nodes) == 2000
+
+    result = Path(ready.run_dir, "slurm", "result.json")
+    result.write_bytes(bytes(40))  # what a file system may leave after a power failure
+    with pytest.raises(HostError, match=r"/slurm/result\.json cannot be read: .* is mended, or removed"):
+        record_end(run, ready.channel, Job(state="COMPLETED", job_id="24"))
