@@ -167,6 +167,8 @@ def _start(
             secrets=secrets_of(inventory),
             notify_secrets=secret_files.notify_secrets(inventory),
         )
+        num_done = sum(run.state == "succeeded" for run in members)
+        Slurm(ready.channel).refuse_array_of(len(wanted) - num_done)
         todo: list[tuple[Run, Inventory, dict[str, str]]] = []
         for number, variant in enumerate(wanted):
             command = _command(inventory, options, variant)

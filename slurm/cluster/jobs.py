@@ -137,6 +137,16 @@ class Slurm:
         found.sort(key=lambda each: each.get("Default") != "YES")
         return {each["PartitionName"]: each for each in found}
 
+    def refuse_array_of(self, num_jobs: int) -> None:
+        """Raise KitError where the cluster's arrays have no place for so many jobs."""
+        _, out, _ = self.run("scontrol", "show", "config")
+        limit = re.search(r"^MaxArraySize\s*=\s*(\d+)", out, re.MULTILINE)
+        if limit and num_jobs > int(limit[1]):
+            raise KitError(
+                f"found {num_jobs} runs, and Slurm allows at most {limit[1]} in an array (MaxArraySize)",
+                cure="name fewer in --sweep or slurm.array, and the rest when these are over",
+            )
+
     def cancel(self, job_id: str) -> bool:
         """Cancel a job; nothing where it is over. Whether Slurm has taken it."""
         status, _, _ = self.run("scancel", job_id)

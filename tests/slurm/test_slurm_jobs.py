@@ -423,6 +423,14 @@ def test_parameters_are_what_submitit_takes(
     assert asked == {**ALWAYS, **changed}
 
 
+def test_an_array_that_is_longer_than_slurm_allows_is_refused() -> None:
+    ours = slurm(scontrol=(0, "MaxArraySize            = 1001\nMaxJobCount             = 10000\n", ""))
+    ours.refuse_array_of(1001)
+    with pytest.raises(KitError, match=r"found 1002 runs, and Slurm allows at most 1001 .*MaxArraySize"):
+        ours.refuse_array_of(1002)
+    slurm(scontrol=(1, "", "no answer")).refuse_array_of(1002)  # sbatch says what it has against it
+
+
 @pytest.mark.parametrize(
     ("given", "environ", "expected"),
     [
