@@ -28,7 +28,7 @@ from nodekit.deploy.story import leftout
 from nodekit.deploy.supervise.node_client import SYNC_TIMEOUT_S, list_code
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Environment, Inventory, SlurmSettings
 from nodekit.slurm.cluster.accounts import account_problem
@@ -262,6 +262,12 @@ class Ready:
         if done["status"]:
             raise KitError(f"{self.channel.host}: submitit failed:\n{done['err'].strip()}")
         answer: dict[str, Any] = json.loads(done["out"].splitlines()[-1])
+        if answer.get("is_unanswered"):
+            raise HostError(
+                self.channel.host,
+                f"Slurm does not answer: {answer['problem']}",
+                cure="try again when it does (scontrol ping)" if test else "",
+            )
         if "problem" in answer:
             wrong = inventory_keys(answer.get("without", ()), self.settings)
             raise KitError(f"{wrong and wrong + ': '}Slurm does not take this job: {answer['problem']}")

@@ -1,7 +1,8 @@
 """Submits jobs through submitit: runs on the login node, reads JSON on stdin, writes JSON on stdout.
 
 ``python -m nodekit.slurm.submission.submit``, with {"folder", "run_dirs", "parameters", "max_timeouts", "private",
-"test"}, answers {"job_ids"}: one, or those of an array with a task for each run; or {"problem"} with what Slurm said.
+"test"}, answers {"job_ids"}: one, or those of an array with a task for each run; or {"problem"} with what Slurm said, and
+"is_unanswered" where it is not Slurm that has said so.
 With {"test": true} it only asks Slurm whether it would take the job; if not, "without" are the parameters of which
 Slurm would take it if that one was not there: so one can tell which is wrong.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,9 @@ from nodekit.slurm.sbatch_parameters import overriding
 
 OWN = ("job_name", "ntasks_per_node", "setup", "signal_delay_s", "srun_args", "stderr_to_stdout")
 """Parameters that are kit's, or that sbatch does not see."""
+
+UNANSWERED = re.compile("timed out|Zero Bytes were transmitted|Unable to contact slurm controller")
+"""In what sbatch says where its question has, or may have, gone out, and no answer has come."""
 
 
 def submit(
@@ -54,10 +59,13 @@ def submit(
         jobs = executor.map_array(Allocated(), run_dirs)  # a plain job where there is one run
         return {"job_ids": [str(job.job_id) for job in jobs]}
     except BaseException as error:
-        for each in folders:
-            _remove_secrets(each)
-        if isinstance(error, (FailedJobError, FailedSubmissionError)):
-            return {"problem": _words(str(error))}
+        is_told = isinstance(error, (FailedJobError, FailedSubmissionError))
+        answer = _problem(_words(str(error))) if is_told else {}
+        if not answer.get("is_unanswered"):  # else Slurm may have the job all the same
+            for each in folders:
+                _remove_secrets(each)
+        if is_told:
+            return answer
         raise
 
 
@@ -71,11 +79,17 @@ def _test(folder: str, parameters: dict[str, Any]) -> dict[str, Any]:
     problem = _ask(folder, parameters)
     if not problem:
         return {}
+    if UNANSWERED.search(problem):
+        return _problem(problem)
     further = parameters.get("additional_parameters", {})
     fewer = {key: _without(parameters, key) for key in parameters if key != "additional_parameters"}
     fewer |= {key: {**parameters, "additional_parameters": _without(further, key)} for key in further}
     without = [key for key, each in fewer.items() if key not in OWN and not _ask(folder, each)]
     return {"problem": problem, "without": without}
+
+
+def _problem(said: str) -> dict[str, Any]:
+    return {"problem": said, "is_unanswered": bool(UNANSWERED.search(said))}
 
 
 def _without(values: dict[str, Any], key: str) -> dict[str, Any]:

@@ -155,6 +155,21 @@ def test_a_job_that_slurm_refuses_is_not_queued_and_leaves_no_secret(
     assert not secrets(ready)
 
 
+def test_a_job_that_slurm_may_have_taken_without_an_answer_is_not_on_record_as_failed(
+    slurm: Callable[[str], None], submission: tuple[Run, Inventory, Ready]
+) -> None:
+    """As a controller does that waits for its database: it reads the question, and queues the job later."""
+    slurm("echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1\n")
+    run, _, ready = submission
+    with pytest.raises(KitError, match=r"is queued is not known: login: Slurm does not answer: .*; kit status "):
+        submit(submission)
+    run.reload()
+    assert (run.state, run.slurm["job_id"]) == ("starting", "")
+    assert secrets(ready), "its job may start"
+    with pytest.raises(HostError, match=r"^login: Slurm does not answer: .*; try again when it does"):
+        ready.ask()
+
+
 def test_what_a_command_has_started_ends_with_it_when_its_time_is_over(
     channel: HostChannel, tmp_path: Path
 ) -> None:
