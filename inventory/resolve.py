@@ -25,7 +25,17 @@ _NOT_IN_EXTRA = {
     "setup": "slurm.setup",
     "srun_args": "slurm.srun_args",
     **dict.fromkeys(
-        ("command", "folder", "map_count", "open_mode", "output", "parsable", "test_only", "use_srun", "wait"),
+        (
+            "command",
+            "folder",
+            "map_count",
+            "open_mode",
+            "output",
+            "parsable",
+            "test_only",
+            "use_srun",
+            "wait",
+        ),
         "none: kit needs its own",
     ),
 }
@@ -138,7 +148,9 @@ def _section_problems(file: InventoryFile, written: set[str]) -> Iterator[Proble
         for key in _INSTEAD_UNDER_SLURM.keys() & written:
             yield Problem((key,), f"found beside slurm, wanted {_INSTEAD_UNDER_SLURM[key]}", at_key=True)
         for key in sorted(_NOT_IN_EXTRA.keys() & set(file.slurm.extra if file.slurm else ())):
-            yield Problem(("slurm", "extra", key), f"found below extra, wanted {_NOT_IN_EXTRA[key]}", at_key=True)
+            yield Problem(
+                ("slurm", "extra", key), f"found below extra, wanted {_NOT_IN_EXTRA[key]}", at_key=True
+            )
         if file.job.on_slow == "drain":
             yield Problem(("job", "on_slow"), "found drain beside slurm, which keeps its nodes, wanted tell")
 

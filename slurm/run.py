@@ -292,7 +292,8 @@ def _cancel(slurm: Slurm, job_id: str) -> None:
                 return
         time.sleep(POLL_S)
     raise KitError(
-        f"job {job_id} is still there {STOP_S:.0f} s after scancel", cure=f"see squeue --job {job_id}, then kit down again"
+        f"job {job_id} is still there {STOP_S:.0f} s after scancel",
+        cure=f"see squeue --job {job_id}, then kit down again",
     )
 
 

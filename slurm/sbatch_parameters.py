@@ -12,7 +12,7 @@ from nodekit.inventory.schema import Inventory, SlurmSettings
 
 MAX_SIGNAL_S = 90
 """How long before the time limit a job is told, at most: for a snapshot, and to be queued again."""
-# A lost node is not the end of the others; and with sbatch --export=NONE, srun would pass on nothing of what `setup` set.
+# A lost node is not the end of the others; and with sbatch --export=NONE, srun would pass on nothing that `setup` set.
 SRUN_ARGS = ("--no-kill", "--kill-on-bad-exit=0", "--export=ALL")
 
 ALWAYS = ("array", "open_mode", "signal", "wait")

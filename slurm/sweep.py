@@ -240,7 +240,8 @@ def watch(members: list[Run], options: Options) -> int:
                     continue
                 except Unanswered as error:  # their jobs run on
                     if not is_silent:
-                        print(f"all go on, as far as is known: Slurm does not answer ({error.problem.found})", flush=True)
+                        silent = f"Slurm does not answer ({error.problem.found})"
+                        print(f"all go on, as far as is known: {silent}", flush=True)
                     is_silent = True
                     time.sleep(LOOK_S)
                     continue

@@ -16,7 +16,9 @@ ENDED = (
     "TIMEOUT",
 )  # fmt: skip
 UNLIMITED_MIN = 365 * 1440
-_FILTERS = [f"SQUEUE_{what}" for what in ("ACCOUNT", "LICENSES", "NAMES", "PARTITION", "QOS", "STATES", "USERS")]
+_FILTERS = [
+    f"SQUEUE_{what}" for what in ("ACCOUNT", "LICENSES", "NAMES", "PARTITION", "QOS", "STATES", "USERS")
+]
 """Variables by which squeue leaves out jobs of the user's."""
 
 
@@ -55,7 +57,9 @@ class Unanswered(KitError):
     """Slurm's controller does not answer, as while it is restarted; its jobs run on."""
 
     def __init__(self, found: str) -> None:
-        super().__init__(found, cure="try again when Slurm answers (scontrol ping); its jobs run on meanwhile")
+        super().__init__(
+            found, cure="try again when Slurm answers (scontrol ping); its jobs run on meanwhile"
+        )
 
 
 class Slurm:

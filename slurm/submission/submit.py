@@ -1,8 +1,8 @@
 """Submits jobs through submitit: runs on the login node, reads JSON on stdin, writes JSON on stdout.
 
 ``python -m nodekit.slurm.submission.submit``, with {"folder", "run_dirs", "parameters", "max_timeouts", "private",
-"test"}, answers {"job_ids"}: one, or those of an array with a task for each run; or {"problem"} with what Slurm said, and
-"is_unanswered" where it is not Slurm that has said so.
+"test"}, answers {"job_ids"}: one, or those of an array with a task for each run; or {"problem",
+"is_unanswered"} with what Slurm said, or with why it has not said anything.
 With {"test": true} it only asks Slurm whether it would take the job; if not, "without" are the parameters of which
 Slurm would take it if that one was not there: so one can tell which is wrong.
 """

@@ -159,9 +159,13 @@ def test_a_job_that_slurm_may_have_taken_without_an_answer_is_not_on_record_as_f
     slurm: Callable[[str], None], submission: tuple[Run, Inventory, Ready]
 ) -> None:
     """As a controller does that waits for its database: it reads the question, and queues the job later."""
-    slurm("echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1\n")
+    slurm(
+        "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1\n"
+    )
     run, _, ready = submission
-    with pytest.raises(KitError, match=r"is queued is not known: login: Slurm does not answer: .*; kit status "):
+    with pytest.raises(
+        KitError, match=r"is queued is not known: login: Slurm does not answer: .*; kit status "
+    ):
         submit(submission)
     run.reload()
     assert (run.state, run.slurm["job_id"]) == ("starting", "")

@@ -196,7 +196,9 @@ def test_kit_down_cancels_a_job_once_the_controller_is_back(
     assert runner.down(run, SshOptions()) == 0
     assert not answers
     assert (run.reload(), run.state)[1] == "stopped"
-    assert capsys.readouterr().out.startswith("job 7 goes on, as far as is known: Slurm does not answer (login:")
+    assert capsys.readouterr().out.startswith(
+        "job 7 goes on, as far as is known: Slurm does not answer (login:"
+    )
 
 
 def test_a_live_view_of_a_success_ends_with_where_everything_is(
