@@ -161,6 +161,11 @@ def _checked(
     argv = plan.argv_of(inventory, options.command, found["files"])
     shared_dir, python = str(found["workdir"]), str(found["executable"])
     run_dir, kit_dir = f"{shared_dir}/runs/{run_id}", f"{shared_dir}/kit/{package.digest}"
+    if "%" in run_dir or "\\" in run_dir:
+        raise KitError(
+            f"found a % or a backslash in {run_dir}, where Slurm would write to a folder of another name",
+            cure="choose another slurm.shared_dir, or name: of the inventory",
+        )
     partition = choose_partition(settings.partition, Slurm(channel).partitions())
     minutes = time_limit(settings.time_min, partition)
     if problem := beyond_limits(settings, minutes, partition) or account_problem(Slurm(channel), settings):

@@ -1065,6 +1065,18 @@ def test_what_the_shared_module_would_refuse_is_not_queued(
         prepare(stack, load_inventory(path), "run", options, Phases(silent=True), secrets={})
 
 
+def test_a_folder_whose_name_slurm_would_change_is_refused(tmp_path: Path) -> None:
+    """It replaces %j in the name of a job's output, and made a folder 507 beside the one named 50%j."""
+    path = tmp_path / "slurm.yaml"
+    path.write_text(f"slurm: {{nodes: 1, shared_dir: '{tmp_path}/50%j'}}\njob: {{command: ['true']}}\n")
+    options = Options(inventory=path)
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.raises(KitError, match=r"found a % or a backslash in .*/50%j/"),
+    ):
+        prepare(stack, load_inventory(path), "run", options, Phases(silent=True), secrets={})
+
+
 @pytest.mark.parametrize(("number", "limit_s"), [(1, 60.1), (10_000, 1060.0)])
 def test_the_more_runs_an_array_has_the_longer_its_submission_may_take(number: int, limit_s: float) -> None:
     asked: list[tuple[float, float]] = []
