@@ -89,7 +89,7 @@ def _test(folder: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problem(said: str) -> dict[str, Any]:
-    return {"problem": said, "is_unanswered": bool(UNANSWERED.search(said))}
+    return {"problem": said, **({"is_unanswered": True} if UNANSWERED.search(said) else {})}
 
 
 def _without(values: dict[str, Any], key: str) -> dict[str, Any]:
