@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from nodekit.deploy.connect.channel import HostChannel
+from nodekit.deploy.connect.channel import HostChannel, RemoteError
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.records import events, fetchlogs, record_files, runs
 from nodekit.deploy.records.events import of_node
 from nodekit.deploy.records.fetchlogs import Fetched
 from nodekit.deploy.records.runs import Run
+from nodekit.deploy.story.cause import Cause
 from nodekit.deploy.story.causes import BY_SLURM_STATE
 from nodekit.deploy.story.status import status_line
 from nodekit.inventory.errors import HostError, JobFailed, KitError
@@ -27,6 +28,8 @@ from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, read, remove_private
 T = TypeVar("T")
 LOST = "lost"  # the line of a node that the leader counts out
 _TAIL_BYTES = 65536
+_LAST_LINES = 3
+_ENDED_TASK = re.compile(r"srun: error: \S+ tasks? \S+ Exited with exit code \d+")  # a line for each node
 _OF_A_RANK = re.compile(r"(\S+):(\d+) +\| (.*)")
 
 
@@ -103,12 +106,24 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
         run.finish("stopped", f"stopped by {run.stopped_by or 'scancel'}")
         return runs.STOPPED_EXIT, True
     why = f" ({job.reason})" if job.reason else ""
-    known = BY_SLURM_STATE.get(state)
+    known = BY_SLURM_STATE.get(state) or (_said_by_tasks(run, channel) if state == "FAILED" else None)
     text = f"Slurm ended the job: {state.lower() or 'it knows it no more'}{why}"
     if not run.slurm["job_id"]:
         text = "kit up ended before its job was in the queue"
     run.finish("failed", text, asdict(known) if known else None)
     return JobFailed.exit_code, False
+
+
+def _said_by_tasks(run: Run, channel: HostChannel) -> Cause | None:
+    """Return what the batch script, srun or a task has said last, where the leader had no say; None for nothing."""
+    path = f"{run.slurm['run_dir']}/slurm/{run.slurm['job_id']}_0_log.out"
+    try:
+        said = [line.strip() for line in read(channel, path).splitlines() if line.strip()]
+    except RemoteError:
+        return None
+    said = [line for line in said if not _ENDED_TASK.match(line)][-_LAST_LINES:]
+    what = f"the job's script or its tasks said last: {'; '.join(said)}"
+    return Cause("slurm-tasks-failed", what, f"see {path} on {channel.host}") if said else None
 
 
 def forget_secrets(run: Run, channel: HostChannel) -> None:

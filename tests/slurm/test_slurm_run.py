@@ -260,3 +260,22 @@ def test_what_the_leader_has_left_is_read_to_its_end_and_a_damaged_file_is_named
     result.write_bytes(bytes(40))  # what a file system may leave after a power failure
     with pytest.raises(HostError, match=r"/slurm/result\.json cannot be read: .* is mended, or removed"):
         record_end(run, ready.channel, Job(state="COMPLETED", job_id="24"))
+
+
+def test_a_job_that_ends_before_its_leader_speaks_is_told_with_what_its_tasks_said(
+    submission: tuple[Run, Inventory, Ready],
+) -> None:
+    run, inventory, ready = submission
+    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
+    run.save()
+    failed = Job(state="FAILED", job_id="24", reason="NonZeroExitCode")
+    assert record_end(run, ready.channel, failed) == (3, False)
+    assert not run.cause, "there is no file yet"
+    log = Path(ready.run_dir, "slurm", "24_0_log.out")
+    ended = "".join(f"srun: error: node{n}: task {n}: Exited with exit code 1\n" for n in range(9))
+    log.write_text(f"Traceback (most recent call last):\n  File\nImportError: libcudart.so\n{ended}")
+    record_end(run, ready.channel, failed)
+    assert run.cause["what"].endswith(
+        "said last: Traceback (most recent call last):; File; ImportError: libcudart.so"
+    )
+    assert run.cause["cure"] == f"see {log} on login"
