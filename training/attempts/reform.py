@@ -218,9 +218,8 @@ def _take_on(attempt: NextAttempt) -> None:
     """Have the environment and the log of the next attempt."""
     os.environ.update(attempt.env)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(
-            Exception
-        ):  # closed, None, or of a class of the script's own: no reason to lose the step
+        # It may be closed, None, or of a class of the script's own: no reason to lose the step.
+        with suppress(Exception):
             stream.flush()
     try:
         log_file = os.open(attempt.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

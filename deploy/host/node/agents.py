@@ -209,7 +209,8 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
     if not force:
         processes.send(record["pid"], signal.SIGTERM)
     killed = _wait_for_end(node_dir, record, grace_s, force)
-    if status.agent_alive(node_dir) is None:  # else the next one was started meanwhile, and the ranks are its own
+    # Where the next one was started meanwhile, the ranks are its own.
+    if status.agent_alive(node_dir) is None:
         _kill_workers(node_dir)
         if for_good:
             _settle_status(node_dir)
