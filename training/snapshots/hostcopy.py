@@ -207,7 +207,8 @@ def map_tensors(
         return function(value)
     if isinstance(value, dict):
         result = copy.copy(value)  # a state_dict has its modules' versions in an attribute
-        for key, item in value.items():  # a Counter's `update` would add to its counts (a scheduler's milestones)
+        # A Counter's `update` would add to its counts (a scheduler's milestones).
+        for key, item in value.items():
             result[key] = mapped(item)
         return result
     if isinstance(value, tuple) and hasattr(value, "_fields"):
