@@ -78,6 +78,18 @@ def dump(inventory: "Inventory") -> dict[str, Any]:
     return inventory.model_dump(mode="json")
 
 
+def changed(record: Mapping[str, Any], inventory: "Inventory") -> list[str]:
+    """Return the keys, as ``hosts`` and ``job.env``, whose values are not those of a record of `dump`."""
+    keys = []
+    for key, value in dump(inventory).items():
+        before = record.get(key, value)  # an older kit's record may lack it
+        if not (isinstance(before, Mapping) and isinstance(value, Mapping)):
+            keys += [key] * (before != value)
+        else:
+            keys += [f"{key}.{each}" for each in value if before.get(each, value[each]) != value[each]]
+    return keys
+
+
 def restore(record: Mapping[str, Any]) -> "Inventory":
     """Return the inventory from the values of `dump`."""
     from pydantic import ValidationError

@@ -35,7 +35,7 @@ from nodekit.deploy.supervise.observer import Left, Over, StopAsked
 from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.supervise.supervise import Supervisor
 from nodekit.inventory.errors import KitError
-from nodekit.inventory.load import restore
+from nodekit.inventory.load import changed, restore
 from nodekit.inventory.schema import Host, Inventory
 
 UNWATCHED = "ended while nobody watched"
@@ -68,7 +68,7 @@ class SshBackend:
                 )
                 client = None
                 if run is not None and run.state in runs.LIVE:
-                    client = _attach(stack, run, options)
+                    client = _attach(stack, run, inventory, options)
                     if run.state == "succeeded":
                         again = f"{resume_command(run)} starts a new run now"
                         print(f"{run.run_id} trained to the end while nobody watched; {again}", flush=True)
@@ -315,13 +315,16 @@ def _is_alive(run: Run, channels: Mapping[str, HostChannel]) -> bool:
     return any(status["alive"] for status in _statuses(run, channels).values())
 
 
-def _attach(stack: contextlib.ExitStack, run: Run, options: Options) -> NodeClient | None:
+def _attach(stack: contextlib.ExitStack, run: Run, given: Inventory, options: Options) -> NodeClient | None:
     """The client of a run on record as running; None when none of its agents is alive any more."""
     inventory = restore(run.inventory)
     channels = stack.enter_context(cluster.channels(inventory.hosts, options.ssh, some=True))
     if locks.is_supervised(run) or _is_alive(run, channels):
         if not options.detach:
             print(f"attached to {run.run_id}, which is running; Ctrl-C stops it", flush=True)
+        if keys := changed(run.inventory, given):
+            what = f"{given.path.name} has changed since {run.run_id} was started ({', '.join(keys)})"
+            print(f"warning: {what}: that counts from the next start on (kit down, then kit up)", flush=True)
         return NodeClient(run, inventory, channels)
     _settle(run, channels)
     return None

@@ -350,7 +350,8 @@ BY_WORDS = (
         "ddp-unused-parameters",
         r"Expected to have finished reduction in the prior iteration|did not receive grad for rank",
         "some parameters had no part in the loss, and DistributedDataParallel waits for their gradients",
-        "Use them, freeze them (requires_grad_(False)), or DistributedDataParallel(..., find_unused_parameters=True)",
+        "Use them, freeze them (requires_grad_(False)), or DistributedDataParallel(..., find_unused_parameters=True), "
+        "as kit's training module does with --find-unused",
     ),
     known(
         "ddp-shapes-differ",

@@ -16,7 +16,7 @@ import yaml
 from nodekit.inventory import hostlists
 from nodekit.inventory.errors import InventoryError
 from nodekit.inventory.fields import Nodes, run_time_minutes
-from nodekit.inventory.load import dump, example_names, example_path, load_inventory, restore
+from nodekit.inventory.load import changed, dump, example_names, example_path, load_inventory, restore
 from nodekit.inventory.schema import Host, Inventory, Job, json_schema
 
 EXAMPLES = ["lab", "local", "slurm"]
@@ -342,6 +342,15 @@ def test_an_inventory_survives_its_record(name: str) -> None:
 
     assert restore(record) == inventory
     assert dump(restore(record)) == record
+    assert changed(record, inventory) == []
+
+
+def test_what_has_changed_since_a_record_is_named(tmp_path: Path) -> None:
+    record = dump(loaded(tmp_path, "hosts: {a: }\njob: {env: {A: x}}\n"))
+    again = loaded(tmp_path, "hosts: {a: , b: }\nnotify: {command: [mail]}\njob: {env: {A: y}}\n")
+    assert changed(record, again) == ["nodes", "hosts", "job.env", "notify"]
+    del record["job"]["env"], record["notify"]  # as of an older kit
+    assert changed(record, again) == ["nodes", "hosts"]
 
 
 def test_a_record_that_is_no_inventory_is_refused() -> None:

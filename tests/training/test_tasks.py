@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from nodekit.training import Task
+from nodekit.training.errors import TrainingError
 from nodekit.training.options.arguments import parse
 from nodekit.training.rank import check
-from nodekit.training.tasks import TaskError, load_task, task_of
+from nodekit.training.tasks import TaskError, load_task, optimizer_of, task_of
 from nodekit.training.tasks.digits import Digits
 
 OWN = """
@@ -77,6 +78,13 @@ def test_a_users_own_task_is_found(code: Path, name: str) -> None:
 def test_what_is_no_task_is_refused_with_what_was_wanted(code: Path, name: str, message: str) -> None:
     with pytest.raises(TaskError, match=message):
         load_task(name)
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_refused() -> None:
+    task = Digits()
+    task.optimizer = lambda module, lr: torch.optim.LBFGS(module.parameters(), lr=lr)  # type: ignore[attr-defined]
+    with pytest.raises(TrainingError, match=r"LBFGS, which computes the loss again .* wanted one"):
+        optimizer_of(task, task.model(), 0.1)
 
 
 def test_what_a_task_does_not_take_is_named_alone() -> None:

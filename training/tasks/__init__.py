@@ -159,13 +159,22 @@ def task_of(options: "Options") -> Task:
 def optimizer_of(
     task: Task, module: "torch.nn.Module", lr: float, *, fused: bool = False
 ) -> "torch.optim.Optimizer":
-    """The task's own optimizer, or AdamW, perhaps fused."""
+    """The task's own optimizer, or AdamW, perhaps fused.
+
+    Raises:
+        TrainingError: it would compute the loss several times in a step.
+    """
     import torch
 
     make = getattr(task, "optimizer", None)
     optimizer: torch.optim.Optimizer = (
         make(module, lr) if make else torch.optim.AdamW(module.parameters(), lr=lr, fused=fused or None)
     )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TrainingError(
+            "the task's optimizer is LBFGS, which computes the loss again and again in each step: wanted one that "
+            "takes gradients, such as AdamW"
+        )
     return optimizer
 
 

@@ -153,8 +153,14 @@ def test_detached_it_is_watched_and_stopped_from_elsewhere(local: Kit) -> None:
     refused = local.run("up", "two nodes.yaml", "--", "job.py", "other")
     assert (refused.returncode, "is running another command" in refused.stderr) == (1, True)
     assert local.run("up", "two nodes.yaml", "--new", "--", "job.py").returncode == 1
+    with (local.folder / "two nodes.yaml").open("a") as file:
+        file.write("timings: {hang: 99}\n")
     attached = local.start("up", "two nodes.yaml", "--", "job.py")
     local.wait_for("supervised by process")
+    assert (
+        f"two nodes.yaml has changed since {found} was started (timings.hang): that counts from"
+        in local.log()
+    )
     down = local.run("down")
     assert down.returncode == 0
     assert re.fullmatch(STOPPED.format(found), down.stdout), down.stdout
