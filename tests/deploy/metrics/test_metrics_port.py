@@ -165,7 +165,7 @@ def test_kit_up_refuses_before_anything_starts(
     assert main(["up", str(slurm), "--metrics-port", "9000", "--sweep", "lr=1,2"]) == 1
     assert "--metrics-port serves one run, and this is a sweep" in capsys.readouterr().err
     assert main(["up", str(slurm), "--dry-run", "--metrics-port", "0"]) == 2
-    assert "--metrics-port: found 0; wanted a number from 1 to 65535" in capsys.readouterr().err
+    assert "--metrics-port: found 0, wanted a number from 1 to 65535" in capsys.readouterr().err
     assert runs.all_runs() == []
 
 
