@@ -65,10 +65,8 @@ class Stop:
         self._old_handlers = {number: signal.signal(number, _ignore) for number in self._signals}
         self._thread = threading.Thread(target=self._watch, name="nodekit-stop", daemon=True)
         self._thread.start()
-        if hasattr(os, "register_at_fork") and signal.SIGTERM in self._signals:  # Windows forks nothing
-            os.register_at_fork(
-                before=self._hold, after_in_parent=self._hold_no_more, after_in_child=self._leave_alone
-            )
+        if signal.SIGTERM in self._signals:
+            _entered.append(self)
         return self
 
     def __exit__(
@@ -76,6 +74,8 @@ class Stop:
     ) -> None:
         """Restore the handlers, and cancel the deadline."""
         self._left.set()
+        if self in _entered:
+            _entered.remove(self)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
@@ -92,26 +92,6 @@ class Stop:
             self.end_within_grace(self.exit_code)
             if (call := self._call) is not None:
                 call()
-
-    def _hold(self) -> None:
-        """Have a SIGTERM that comes to a child too early wait for `_leave_alone`."""
-        if not self._left.is_set():
-            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
-
-    def _hold_no_more(self) -> None:
-        if not self._left.is_set():
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
-
-    def _leave_alone(self) -> None:
-        """In a child: have it end by SIGTERM, as a pool ends its workers, without a word to this process's thread.
-
-        The other signals come to all processes at once, from a terminal or Slurm, and do not end it: a step may still
-        need its data loader's workers.
-        """
-        if not self._left.is_set():
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, self._old_handlers[signal.SIGTERM])
-            self._hold_no_more()
 
     def end_within_grace(self, exit_code: int) -> None:
         """End the process after the grace unless the ``with`` block is left by then."""
@@ -137,6 +117,38 @@ class Stop:
             sys.stderr.write(f"nodekit: still not at an end after {self.grace_s:g} s of grace: ending here\n")
             sys.stderr.flush()
             os._exit(exit_code)
+
+
+_entered: list[Stop] = []
+"""Those that are entered, the outermost first."""
+
+
+def _hold_sigterm() -> None:
+    """Before a fork: have a SIGTERM that comes to the child too early wait for `_leave_alone`."""
+    if _entered:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+
+def _release_sigterm() -> None:
+    if _entered:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+
+
+def _leave_alone() -> None:
+    """In a child: have it end by SIGTERM, as a pool ends its workers, without a word to its parent's thread.
+
+    The other signals come to all processes at once, from a terminal or Slurm, and do not end it: a step may still
+    need its data loader's workers.
+    """
+    if _entered:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, _entered[0]._old_handlers[signal.SIGTERM])
+        _release_sigterm()
+        _entered.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows forks nothing
+    os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_leave_alone)
 
 
 @contextmanager
