@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -317,6 +319,29 @@ def test_a_best_that_was_never_written_does_not_keep_the_next_one_from_being_wri
     look(after, 0.6, 5)
     assert read_facts(tmp_path / "best")["step"] == 4
     assert after.why_stop(3) == "accuracy was no better than 0.9000 in 3 evaluations (--early-stop 3)"
+
+
+@pytest.mark.parametrize("call", ["read_text", "exists"])
+def test_best_weights_whose_facts_cannot_be_read_are_kept_until_there_are_better_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    model, world = Digits().model(), World.from_env({})
+    before = Best("auto", tmp_path, world, Digits(), {"task": "digits"})
+    before.look({"accuracy": 0.9}, model.state_dict, step=1)
+    before.wait()
+    after = Best("auto", tmp_path, world, Digits(), {"task": "digits"})
+
+    def fail(path: Path, **_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, fail)
+        after.load(before.state())
+    assert "nodekit.json cannot be read ([Errno 5] Input/output error" in caplog.text
+    for step, (accuracy, kept) in enumerate([(0.4, 1), (0.95, 3)], 2):
+        after.look({"accuracy": accuracy}, model.state_dict, step=step)
+        after.wait()
+        assert read_facts(tmp_path / "best")["step"] == kept
 
 
 class Odd(Digits):

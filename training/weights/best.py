@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,10 +89,19 @@ class Best:
         """The value of the weights in ``best``, on the node with the best ones; all ranks call it."""
         own = None
         if self._world.is_first_on_node:
-            with suppress(TrainingError):
+            try:
                 means = read_facts(self._folder / "best").get("means")
                 value = means.get(self._measure) if isinstance(means, dict) else None
                 own = value if isinstance(value, float | int) else None
+            except TrainingError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):  # they may be the best ones all the same
+                    own = self._value
+                    log.warning(
+                        "%s; the weights beside it are kept until %s is better than %.4f",
+                        error,
+                        self._measure,
+                        self._value,
+                    )
         found = self._world.gather(own) if self._world.world_size > 1 else [own]
         written = None
         for each in found:

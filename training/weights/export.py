@@ -83,8 +83,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
     Raises:
         TrainingError: it is no folder of `write_weights`.
     """
-    path = _there(folder) / FACTS
+    path = folder / FACTS
     try:
+        path = _there(folder) / FACTS
         facts = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise TrainingError(
