@@ -61,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def as_json(result: Mapping[str, Any], *, indent: int | None = None) -> str:
     """As JSON for stdout: letters are escaped only if its encoding lacks one of them."""
+    from nodekit.training.reporting.metrics import finite
+
+    result = finite(result)
     text = json.dumps(result, ensure_ascii=False, indent=indent)
     try:
         text.encode(_encoding())

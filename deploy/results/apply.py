@@ -87,7 +87,9 @@ def test(source: Run | Path, options: Options) -> int:
         print(as_json(told, indent=2))
         return 0
     if "lacks" in told:
-        means = ", ".join(f"{name} {value:.4f}" for name, value in told["means"].items())
+        means = ", ".join(
+            f"{name} {'nan' if value is None else format(value, '.4f')}" for name, value in told["means"].items()
+        )
         lacks = " and ".join(f"{name}()" for name in told["lacks"])
         print(f"{told['num']} samples: {means or 'nothing was measured'}")
         print(f"For precision and recall of each class the task lacks {lacks} (see nodekit.training.Task).")

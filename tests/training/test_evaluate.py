@@ -7,9 +7,10 @@ import json
 import math
 import os
 import resource
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -248,6 +249,40 @@ def test_where_only_an_evaluation_shows_that_there_is_no_such_measure_the_traini
     said = train(tmp_path, *own, "--early-stop", "2", "--best", "same")
     assert "resumed at step 5 " in said
     assert "ended early at step 15/23: same was no better than 1.0000 in 2 evaluations" in said
+
+
+ODD_MEASURE = """
+from nodekit.training.tasks.digits import Digits
+class Task(Digits):
+    def measure(self, model, batch):
+        return {"loss": float(len(batch[1])), "odd": float("nan"), "perplexity": float("inf")}
+"""
+
+
+@pytest.mark.slow
+def test_a_measure_that_is_no_number_leaves_files_that_strict_readers_of_json_take(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    def strict(name: str) -> Any:
+        text = (tmp_path / name).read_text()
+        lines = text.splitlines() if name.endswith(".jsonl") else [text]
+        return [json.loads(line, parse_constant=refuse) for line in lines]
+
+    wanted = {"loss": 1.0, "odd": None, "perplexity": None}
+    for epochs in ("1", "2"):  # the second draws the first one's curves again
+        shutil.rmtree(tmp_path / "tensorboard", ignore_errors=True)
+        said = train(tmp_path, *task(tmp_path, ODD_MEASURE), "--epochs", epochs, num_ranks=1)
+        assert "test loss 1.0000 odd nan perplexity inf" in said
+        assert "no TensorBoard curves" not in said
+        assert strict("result.json")[0].items() >= wanted.items()
+        assert [strict(f"{kind}/nodekit.json")[0]["means"] for kind in ("best", "last")] == [wanted, wanted]
+        tests = [line["test"] for line in strict("metrics.jsonl") if "test" in line]
+        assert tests == [wanted] * int(epochs)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow
+
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [math.isnan(each.value) for each in curves.Scalars("test/odd")] == [True, True]
 
 
 def test_weights_that_cannot_be_written_do_not_end_the_training(

@@ -5,6 +5,7 @@ the end of the file.
 """
 
 import logging
+import math
 import os
 import re
 import time
@@ -55,10 +56,21 @@ def attempt_of(world: "World") -> str:
     return f"{world.gather(now_ms)[0] if world.world_size > 1 else now_ms}.{world.num_restarts}"
 
 
+def finite(values: Any) -> Any:
+    """The values with None for nan and infinity: JSON has neither, and strict readers refuse a file with one."""
+    if isinstance(values, Mapping):
+        return {name: finite(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
+
+
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """Curve → value, for the points of a line."""
     if "test" in values:
-        return {f"test/{name}": value for name, value in values["test"].items()}
+        return {
+            f"test/{name}": math.nan if value is None else value for name, value in values["test"].items()
+        }
     found = {"train/loss": values["loss"]}
     if "samples_per_s" in values:  # these change slowly: not every line has them
         found |= {"train/lr": values["lr"], "train/samples_per_s": values["samples_per_s"]}

@@ -240,7 +240,8 @@ class Report:
         if self._world.is_first_on_node and (made_steps or self._steps_of_result() != values["steps"]):
             beside = self._folder / ".result.json.tmp"
             try:
-                beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+                text = json.dumps(metrics.finite(values), indent=1)
+                beside.write_text(f"{text}\n", encoding="utf-8")
                 beside.replace(self._folder / "result.json")
             except OSError as error:  # the weights are in the last snapshot
                 log.warning("%s is not written: %s", self._folder / "result.json", error)
@@ -285,7 +286,7 @@ class Report:
 
     def _keep(self, values: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl, and draw its points."""
-        self._write(json.dumps(values))
+        self._write(json.dumps(metrics.finite(values)))
         if not self._world.is_main:
             return
         if self._curves is None:  # after the first step, since the import is slow

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nodekit.training.errors import TrainingError, refuse_unsafe
+from nodekit.training.reporting.metrics import finite
 from nodekit.training.snapshots.files.commit import sync_folder
 from nodekit.training.snapshots.files.manifest import save_payload
 
@@ -61,7 +62,7 @@ def write_weights(
             export(draft)
         with (draft / WEIGHTS).open("wb") as file:
             save_weights(weights, file)
-        text = json.dumps({**facts, **_facts_of(task)}, indent=1, ensure_ascii=False)
+        text = json.dumps(finite({**facts, **_facts_of(task)}), indent=1, ensure_ascii=False)
         (draft / FACTS).write_text(text, encoding="utf-8")
         for path in filter(Path.is_file, draft.rglob("*")):
             with path.open("rb+") as file:

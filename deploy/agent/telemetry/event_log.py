@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 import time
@@ -257,7 +258,11 @@ class EventLog:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             text = (self._folder / "output" / "result.json").read_text(encoding="utf-8")
             found = json.loads(text) if len(text) < MAX_RESULT_BYTES else {}
-            return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+            return {
+                name: value
+                for name, value in found.items()
+                if isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
+            }
         return {}
 
     @property

@@ -253,6 +253,17 @@ def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):
     assert not [each for each in events.read(folder) if each.kind == "sample" and each.get("step") == 100]
 
 
+def test_of_a_result_that_is_no_number_nothing_is_recorded_since_json_has_none(agents: Agents):
+    spec = agents.spec("n0")
+    folder = Path(spec.node_dir)
+    (folder / "output").mkdir(parents=True)
+    record = EventLog(spec)
+    (folder / "output/result.json").write_text('{"accuracy": 0.5, "loss": NaN, "perplexity": Infinity, "by": "me"}')
+    record.end("succeeded")
+    (ended,) = [each for each in events.read(folder) if each.kind == "agent-ended"]
+    assert ended.get("result") == {"accuracy": 0.5, "by": "me"}
+
+
 def test_a_look_that_is_asked_for_is_not_waited_for(agents: Agents, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "nodekit.deploy.agent.telemetry.event_log.MAX_STATUS_INTERVAL_S", 600.0

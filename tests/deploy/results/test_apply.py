@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -178,10 +179,12 @@ def test_a_users_own_task_has_its_table_or_is_told_what_it_lacks(
     assert apply.main([str(of_own(own, "Bare")), "--test", "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (told["means"], told["lacks"]) == ({"accuracy": 0.5, "one": 1.0}, ["predict", "targets"])
+    assert json.loads(apply.as_json({**told, "means": {"accuracy": 0.5, "one": math.nan}}), parse_constant=pytest.fail)
+    told["means"]["one"] = None  # as nan is in JSON
     monkeypatch.setattr(kit_apply, "_apply", lambda *_: told)
     assert kit_apply.test(None, kit_apply.Options(weights="best", timeout_s=1, json=False, ssh=None)) == 0  # type: ignore[arg-type]
     assert capsys.readouterr().out == (
-        "4 samples: accuracy 0.5000, one 1.0000\n"
+        "4 samples: accuracy 0.5000, one nan\n"
         "For precision and recall of each class the task lacks predict() and targets() (see nodekit.training.Task).\n"
     )
     assert apply.main([str(of_own(own, "Three")), "--test"]) == 2
