@@ -1,5 +1,7 @@
 """Weights for others: what a folder holds, what a kill leaves of it, what is refused, and loading a part."""
 
+import builtins
+import errno
 import json
 import multiprocessing
 import os
@@ -16,6 +18,7 @@ import torch
 from agents import until
 from torch import nn
 
+from nodekit.training.errors import TrainingError
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights import export
 from nodekit.training.weights.digest import weights_sha256
@@ -177,6 +180,23 @@ def test_a_folder_that_no_run_has_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "nodekit.json").write_text(json.dumps({"step": 1}))
     with pytest.raises(ValueError, match=r"nodekit\.json names no task"):
         read_facts(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["stat", "open"])
+def test_weights_that_may_not_be_read_are_not_said_to_be_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    write_weights(tmp_path / "best", {"weight": torch.ones(1)}, object(), {"task": "digits"})
+    allowed = os.stat if call == "stat" else builtins.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).startswith(str(tmp_path / "best")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return allowed(path, *args, **options)
+
+    monkeypatch.setattr(os if call == "stat" else builtins, call, refuse)
+    with pytest.raises(TrainingError, match=r"^the weights cannot be read: .*Permission denied: '.*/best"):
+        read_weights(tmp_path / "best")
 
 
 def test_weights_that_fit_are_loaded_all() -> None:

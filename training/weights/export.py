@@ -117,10 +117,14 @@ def read_file(path: Path) -> Any:
         TrainingError: there is none, or it cannot be read.
     """
     file = path
-    if path.is_dir() or not path.exists():
-        folder = _there(path)
-        file = next((folder / name for name in _READABLE if (folder / name).is_file()), folder)
-    if not file.is_file():
+    try:
+        if path.is_dir() or not path.exists():
+            folder = _there(path)
+            file = next((folder / name for name in _READABLE if (folder / name).is_file()), folder)
+        is_file = file.is_file()
+    except OSError as error:
+        raise _unreadable(error) from error
+    if not is_file:
         found = "has neither" if file.is_dir() else "is not there"
         raise TrainingError(
             f"{path} {found}: wanted a folder with {' or '.join(_READABLE)}, or a file of a state dict"
@@ -138,6 +142,8 @@ def read_file(path: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except ModuleNotFoundError as error:
         raise TrainingError(f"to read {file}, safetensors is needed: pip install safetensors") from error
+    except OSError as error:
+        raise _unreadable(error) from error
     except Exception as error:  # invalid bytes raise errors of many classes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if foreign := _FOREIGN_CLASS.search(str(error)):
@@ -146,6 +152,12 @@ def read_file(path: Path) -> Any:
             f"{file} is no file of weights ({reason}): wanted a state dict, by torch.save or as .safetensors, and "
             "beside it plain numbers, strings and lists at most"
         ) from error
+
+
+def _unreadable(error: OSError) -> TrainingError:
+    return TrainingError(
+        f"the weights cannot be read: {error}; wanted a file that this user may read, on a disk that works"
+    )
 
 
 def weights_in(found: Any, path: Path) -> dict[str, torch.Tensor]:
