@@ -88,7 +88,8 @@ def test(source: Run | Path, options: Options) -> int:
         return 0
     if "lacks" in told:
         means = ", ".join(
-            f"{name} {'nan' if value is None else format(value, '.4f')}" for name, value in told["means"].items()
+            f"{name} {'nan' if value is None else format(value, '.4f')}"
+            for name, value in told["means"].items()
         )
         lacks = " and ".join(f"{name}()" for name in told["lacks"])
         print(f"{told['num']} samples: {means or 'nothing was measured'}")
@@ -277,7 +278,7 @@ def _find(run: Run, nodes: Mapping[str, Any], channels: Mapping[str, HostChannel
             path = posixpath.join(folder, FACTS)
             text = channels[name].call("read_file", timeout_s=CALL_TIMEOUT_S, path=path)
             if text is not None:
-                found.append(Place(node=name, folder=folder, step=json.loads(text).get("step", 0)))
+                found.append(Place(node=name, folder=folder, step=_step(name, path, text)))
         return found
 
     results = on_all({name: name for name in there}, look)
@@ -289,13 +290,28 @@ def _find(run: Run, nodes: Mapping[str, Any], channels: Mapping[str, HostChannel
     failed += [f"{name}: not reached" for name in nodes if name not in channels]
     other = "last" if weights == "best" else "best"
     state = "is running" if run.state in runs.LIVE else f"has {run.state}"
+    has_none = f"{run.run_id} has no {weights} weights (yet; it {state}): looked for"
+    if failed:
+        has_none = f"no {weights} weights of {run.run_id} were found where they could be looked for:"
     raise KitError(
         "\n".join(
             [
-                f"{run.run_id} has no {weights} weights (yet; it {state}): looked for "
-                f"{', '.join(looked) or 'them on no node'}. The training module writes them after an "
+                f"{has_none} {', '.join(looked) or 'them on no node'}. The training module writes them after an "
                 f"evaluation; perhaps it has --weights {other}",
                 *failed,
             ]
         )
     )
+
+
+def _step(node: str, path: str, facts: str) -> int:
+    """After which step the weights were written.
+
+    Raises:
+        HostError: the file is damaged.
+    """
+    try:
+        step = json.loads(facts).get("step", 0)
+    except (ValueError, AttributeError) as error:
+        raise HostError(node, f"{path} cannot be read ({error}): wanted a JSON object") from error
+    return step if isinstance(step, int) else 0

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -179,7 +180,9 @@ def test_a_users_own_task_has_its_table_or_is_told_what_it_lacks(
     assert apply.main([str(of_own(own, "Bare")), "--test", "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (told["means"], told["lacks"]) == ({"accuracy": 0.5, "one": 1.0}, ["predict", "targets"])
-    assert json.loads(apply.as_json({**told, "means": {"accuracy": 0.5, "one": math.nan}}), parse_constant=pytest.fail)
+    assert json.loads(
+        apply.as_json({**told, "means": {"accuracy": 0.5, "one": math.nan}}), parse_constant=pytest.fail
+    )
     told["means"]["one"] = None  # as nan is in JSON
     monkeypatch.setattr(kit_apply, "_apply", lambda *_: told)
     assert kit_apply.test(None, kit_apply.Options(weights="best", timeout_s=1, json=False, ssh=None)) == 0  # type: ignore[arg-type]
@@ -189,6 +192,38 @@ def test_a_users_own_task_has_its_table_or_is_told_what_it_lacks(
     )
     assert apply.main([str(of_own(own, "Three")), "--test"]) == 2
     assert "the task has 3 labels and its predict 2 classes: wanted as many" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (
+            '{"task": ',
+            r"n1: .*/best/nodekit\.json cannot be read \(Expecting value: .*\): wanted a JSON object",
+        ),
+        ("[1]", r"n1: .*/best/nodekit\.json cannot be read \('list' object .*\): wanted a JSON object"),
+        (OSError(5, "Input/output error"), r"\[Errno 5\] Input/output error"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_not_said_to_be_missing(facts: str | OSError, message: str) -> None:
+    def call(*_: object, **__: object) -> str:
+        if isinstance(facts, OSError):
+            raise facts
+        return facts
+
+    run: Any = SimpleNamespace(run_id="a-run", state="succeeded")
+    channels: Any = {"n1": SimpleNamespace(call=call)}
+    with pytest.raises(KitError, match=message) as raised:
+        kit_apply._find(
+            run,
+            {"n1": {"argv": ["train.py"], "env": {"NODEKIT_OUTPUT_DIR": "/run/n1/output"}}},
+            channels,
+            "best",
+        )
+    first = str(raised.value).splitlines()[0]
+    assert first.startswith(
+        "no best weights of a-run were found where they could be looked for: n1:/run/n1/output/best"
+    )
 
 
 @pytest.mark.parametrize("stdin", ["", "[]", '["a", " "]', '{"a": 1}', "[1]"])
