@@ -94,8 +94,8 @@ class Best:
                 value = means.get(self._measure) if isinstance(means, dict) else None
                 own = value if isinstance(value, float | int) else None
             except TrainingError as error:
-                if not isinstance(error.__cause__, FileNotFoundError):  # they may be the best ones all the same
-                    own = self._value
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    own = self._value  # they may be the best ones all the same
                     log.warning(
                         "%s; the weights beside it are kept until %s is better than %.4f",
                         error,

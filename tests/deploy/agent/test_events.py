@@ -258,7 +258,9 @@ def test_of_a_result_that_is_no_number_nothing_is_recorded_since_json_has_none(a
     folder = Path(spec.node_dir)
     (folder / "output").mkdir(parents=True)
     record = EventLog(spec)
-    (folder / "output/result.json").write_text('{"accuracy": 0.5, "loss": NaN, "perplexity": Infinity, "by": "me"}')
+    (folder / "output/result.json").write_text(
+        '{"accuracy": 0.5, "loss": NaN, "perplexity": Infinity, "by": "me"}'
+    )
     record.end("succeeded")
     (ended,) = [each for each in events.read(folder) if each.kind == "agent-ended"]
     assert ended.get("result") == {"accuracy": 0.5, "by": "me"}
