@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -132,6 +134,31 @@ def test_it_learns_what_the_images_show(folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert (task.predict(model, test).argmax(1) == test[1]).all()
+
+
+def test_an_image_that_cannot_be_read_is_named_and_only_a_damaged_one_is_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    path = tmp_path / "0.png"
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    image.fromarray(noise).save(path)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"IDAT") - 2] //= 2  # so that the next chunk begins within this one
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"0\.png cannot be read \(broken PNG .*\): remove it or fetch it again"
+    ):
+        _Files([(path, 0)], 8)[0]
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(image, "open", fail)
+    with pytest.raises(
+        ValueError, match=r"0\.png cannot be read \(.*Too many open files.*\): wanted a file that"
+    ):
+        _Files([(path, 0)], 8)[0]
 
 
 def test_what_is_not_as_it_should_be_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

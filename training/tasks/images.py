@@ -145,8 +145,12 @@ class _Files(torch.utils.data.Dataset[Sample]):
                 image = ImageOps.fit(_rgb(file, path), (self._size, self._size))
         except TaskError:
             raise
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{path} cannot be read ({error}): remove it or fetch it again") from error
+        except Exception as error:  # invalid bytes raise errors of many classes, a SyntaxError among them
+            is_damaged = (
+                getattr(error, "errno", None) is None
+            )  # else the disk, the rights or the descriptors are
+            cure = "remove it or fetch it again" if is_damaged else "wanted a file that this user can read"
+            raise ValueError(f"{path} cannot be read ({error}): {cure}") from error
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         return pixels.float() / 127.5 - 1, torch.tensor(label)
 
