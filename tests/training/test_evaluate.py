@@ -249,6 +249,10 @@ def test_where_only_an_evaluation_shows_that_there_is_no_such_measure_the_traini
     said = train(tmp_path, *own, "--early-stop", "2", "--best", "same")
     assert "resumed at step 5 " in said
     assert "ended early at step 15/23: same was no better than 1.0000 in 2 evaluations" in said
+    assert (
+        "with more --epochs (if --early-stop 2 has ended it: without that, or with a greater one) trains on"
+        in said
+    )
 
 
 ODD_MEASURE = """

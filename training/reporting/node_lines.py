@@ -22,13 +22,16 @@ def met(world: World) -> str:
     return f"{_node(world)}: all {world.world_size} ranks are there" if _waits(world) else ""
 
 
-def end(world: World, folder: Path, *, is_trained: bool) -> str:
+def end(world: World, folder: Path, *, is_trained: bool, early_stop: int | None = None) -> str:
     """The line at the end; the first rank of each node prints it. "" if there is nothing to go on from."""
     if is_trained:
         best = f"the best weights are in {folder / 'best'}, " if (folder / "best").is_dir() else ""
         text = f"{best}the last in {folder / 'last'}"
+        more = "more --epochs"
+        if early_stop is not None:
+            more += f" (if --early-stop {early_stop} has ended it: without that, or with a greater one)"
         return (
-            f"{_node(world)}: trained to the end: {text}. The same command with more --epochs trains on; with another "
+            f"{_node(world)}: trained to the end: {text}. The same command with {more} trains on; with another "
             "--output it trains anew"
         )
     snapshots = world.snapshot_dir or folder / "snapshots"
