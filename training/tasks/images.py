@@ -146,9 +146,8 @@ class _Files(torch.utils.data.Dataset[Sample]):
         except TaskError:
             raise
         except Exception as error:  # invalid bytes raise errors of many classes, a SyntaxError among them
-            is_damaged = (
-                getattr(error, "errno", None) is None
-            )  # else the disk, the rights or the descriptors are
+            # With a number, it is the disk, the rights or the descriptors.
+            is_damaged = getattr(error, "errno", None) is None
             cure = "remove it or fetch it again" if is_damaged else "wanted a file that this user can read"
             raise ValueError(f"{path} cannot be read ({error}): {cure}") from error
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
