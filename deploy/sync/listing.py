@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from nodekit.deploy.host.code import treefiles as host
 from nodekit.deploy.host.files import make_private
+from nodekit.deploy.records.state_folder import state_folder
 from nodekit.deploy.sync.selection import IGNORE_FILE, above, select
 from nodekit.inventory.errors import KitError
 
@@ -78,8 +79,8 @@ def list_code(folder: Path) -> Tree:
 
     In a git work tree these are the files git tracks or would offer to; elsewhere all files but those a
     ``.gitignore`` names. A ``.kitignore`` (the same syntax, in any folder) leaves out more, and puts back with
-    ``!`` (deploy/sync/selection.py). Empty folders are not kept, as in git. A link is kept if it points into the tree;
-    an absolute one is made relative.
+    ``!`` (deploy/sync/selection.py). What kit itself keeps on this machine is never sent. Empty folders are not kept,
+    as in git. A link is kept if it points into the tree; an absolute one is made relative.
 
     Raises:
         KitError: a link that would be broken on a host, something that is no file, or files that cannot be
@@ -95,7 +96,15 @@ def list_code(folder: Path) -> Tree:
     selection = select(root, problems)
     files: dict[str, os.stat_result] = {}
     links: list[str] = []
+    # In a home folder. kit writes there meanwhile, so that a sync would never end; and records hold tokens.
+    kits = tuple(
+        f"{folder.relative_to(root)}/"
+        for folder in (_cache_folder().resolve(), state_folder().resolve())
+        if folder.is_relative_to(root)
+    )
     for path in selection.paths:
+        if path.startswith(kits):
+            continue
         try:
             found = os.lstat(f"{root}/{path}")
         except (FileNotFoundError, NotADirectoryError):
@@ -207,9 +216,12 @@ def _hashed(root: Path, files: dict[str, os.stat_result], problems: list[str]) -
     return stats
 
 
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nodekit"
+
+
 def _cache_file(root: Path) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "nodekit/hashes" / f"{sha256(os.fsencode(root)).hexdigest()[:32]}.json"
+    return _cache_folder() / "hashes" / f"{sha256(os.fsencode(root)).hexdigest()[:32]}.json"
 
 
 def _remember(cache: Path, stats: dict[str, list[Any]]) -> None:

@@ -97,6 +97,21 @@ def test_git_tree_is_what_git_would_offer(tmp_path: Path) -> None:
     assert paths(tmp_path / "out") == ["model.pt"]  # git ignores it, the user named it
 
 
+@pytest.mark.parametrize("with_git", [False, True], ids=["no git", "git"])
+def test_a_home_folder_is_sent_without_what_kit_keeps_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_git: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("train.py", ".cache/other", ".cache/nodekit/wheels/x.whl", "state/nodekit/runs/r/run.json"):
+        write(tmp_path / name)
+    if with_git:
+        git(tmp_path, "init", "-q")
+    for _ in range(2):  # the first has written its cache of hashes there
+        assert paths(tmp_path) == [".cache/other", "train.py"]
+    assert paths(tmp_path / "state/nodekit/runs/r") == ["run.json"]  # as named, like the code of kit selftest
+
+
 def test_submodules_and_inner_repositories_are_included(tmp_path: Path) -> None:
     inner, outer = tmp_path / "inner", tmp_path / "outer"
     for folder in (inner, outer):
