@@ -57,7 +57,8 @@ class KitErrors(KitError):
     """Several errors, a line for each, so that none hides another."""
 
     def __init__(self, errors: Iterable[KitError]) -> None:
-        several = tuple(each for error in errors for each in error.errors)
+        # One that several hosts came upon, and that is none of theirs (the code here), is said once.
+        several = tuple({str(each): each for error in errors for each in error.errors}.values())
         super().__init__("\n".join(map(str, several)))
         self.errors = several
 

@@ -19,7 +19,7 @@ from nodekit.deploy.commands.look_at_a_run import status
 from nodekit.deploy.commands.run_a_job import up
 from nodekit.deploy.connect.channel import RemoteError, open_local
 from nodekit.deploy.output.interrupts import NothingLeft
-from nodekit.inventory.errors import HostError, KitErrors
+from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.load import example_path
 
 HEAVY = ("torch", "pydantic", "rich", "paramiko", "fabric", "yaml", "ClusterShell", "submitit", "jinja2")
@@ -126,6 +126,17 @@ def test_after_a_ctrl_c_nothing_is_said_to_have_ended_that_may_go_on(
     monkeypatch.setattr(status, "run", run)
     assert cli.main(["status"]) == 130
     assert capsys.readouterr().err == f"kit: {said}\n"
+
+
+def test_what_each_of_several_hosts_came_upon_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: argparse.Namespace) -> int:
+        raise KitErrors([KitError("a.py changed"), HostError("gpu2", "refused"), KitError("a.py changed")])
+
+    monkeypatch.setattr(status, "run", run)
+    assert cli.main(["status"]) == 1
+    assert capsys.readouterr().err == "kit: a.py changed\nkit: gpu2: refused\n"
 
 
 def test_of_errors_on_several_hosts_each_stands_by_itself(
