@@ -5,7 +5,7 @@ not attackers: its root is this machine's root, and kernel settings are shared. 
 
     FOLDER/lab.json       the record: there before the first thing is made and until the last one is removed
           /lab.yaml       the inventory; with Slurm also slurm.yaml
-          /id_ed25519, known_hosts
+          /id_ed25519, known_hosts, .kitignore
           /switch         the switch's network namespace (a mount)
           /hosts/NAME/    net (a mount), upper (the disk), console.log; init.json, wire.json (processes)
           /slurm/         with Slurm: see lab_slurm
@@ -30,6 +30,7 @@ from nodekit.deploy.lab.lab_network import LabHost, LabNetwork
 from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.deploy.lab.lab_slurm import CONTROL, STATE_FOLDERS, LabSlurm
 from nodekit.deploy.records.state_folder import state_folder
+from nodekit.deploy.sync.selection import IGNORE_FILE
 from nodekit.inventory.errors import HostError, KitError, KitErrors
 
 T = TypeVar("T")
@@ -121,6 +122,8 @@ class Lab:
     @classmethod
     def _make(cls, n: int, folder: Path, name: str, *, slurm: bool, accounting: bool) -> "Lab":
         (folder / "hosts").mkdir()
+        # Where the lab lies in the folder that `kit up` sends: disks, mounts, and a key.
+        (folder / IGNORE_FILE).write_text("/hosts/\n/slurm/\n/switch\n/id_ed25519*\n", encoding="utf-8")
         network = LabNetwork.make(folder)
         lab_needs.provide_disks(folder)
         hosts = {host.name: host for host in lab_network.plan_hosts(n, network.network)}
@@ -379,7 +382,7 @@ def _remove(place: Path, made: dict[str, Any], folder: Path) -> None:
             shutil.rmtree(path)
     with contextlib.suppress(OSError):  # something else is in it, or it is a link
         (place / "hosts").rmdir()
-    files = ["switch", "lab.yaml", "known_hosts", "id_ed25519", "id_ed25519.pub"]
+    files = [IGNORE_FILE, "switch", "lab.yaml", "known_hosts", "id_ed25519", "id_ed25519.pub"]
     files += ["slurm.yaml"] if made["slurm"] else []
     for name in (*files, lab_record.DRAFT, lab_record.FILE):
         with contextlib.suppress(IsADirectoryError):

@@ -14,6 +14,7 @@ from lab_hosts import best_connect_s, connect_s, no_answer, on, processes, wait_
 
 from nodekit.deploy.lab import lab_disk, lab_network
 from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.sync.listing import list_code
 from nodekit.inventory.errors import HostError
 
 in_a_lab = pytest.mark.lab
@@ -102,6 +103,12 @@ def test_a_host_sees_neither_the_lab_nor_this_machines_homes(lab: Lab, tmp_path:
     home = on(lab, "node1", "sh", "-c", "cd && ls -A && cat .bashrc .profile").split()
     own = {"nodekit", ".cache", ".config"}  # made there by tests before this one, and by what they import
     assert set(home) <= {".bashrc", ".profile", ".ssh", *Path(sys.base_prefix).parts[2:3], *own}
+
+
+@in_a_lab
+def test_a_folder_that_a_lab_lies_in_can_be_sent(lab: Lab) -> None:
+    sent = {entry.path for entry in list_code(lab.folder).entries}
+    assert sent == {".kitignore", "known_hosts", "lab.json", "lab.yaml"}
 
 
 @in_a_lab

@@ -24,6 +24,7 @@ def made(folder: Path) -> Path:
 
 def test_what_up_had_begun_is_removed(tmp_path: Path) -> None:
     folder = made(tmp_path / 'my "lab" $HOME;')
+    (folder / ".kitignore").touch()
     assert lab_cluster.down(folder) == []
     assert not folder.exists()
     assert lab_cluster.down(folder) is None
