@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ def lines(model: Model, width: int, height: int | None) -> list[Text]:
         height = max(height, 3)
     foot = [] if height is None else [_foot(model, width)]
     if model.help is not None:
-        body = [_title(model, width), Text(), *_help(model.help)]
+        body = [_title(model, width), Text(), *_help(model.help, width)]
     elif model.log is not None:
         room = 1000 if height is None else height - 3
         body = [_title(model, width), rule(f"log of {model.chosen}", width), *_log(model.log, width, room)]
@@ -212,7 +213,8 @@ def _title(model: Model, width: int) -> Text:
 def _progress(model: Model, width: int) -> Text:
     """The bar, the share, the steps, the time left; less of it in a narrow window."""
     if model.step is None:
-        return Text(model.said or ("not known yet" if model.is_unknown else "no step yet"), "dim")
+        no_step = "no step" if model.state in ENDED else "no step yet"
+        return Text(model.said or ("not known yet" if model.is_unknown else no_step), "dim")
     rate = f"{model.rate:,.{1 if model.rate < 100 else 0}f} steps/s" if model.rate else ""
     if not model.total_steps:
         said = f"  {model.said}" if model.said else ""
@@ -418,9 +420,13 @@ def _log(log: Sequence[str], width: int, room: int) -> list[Text]:
     return result or [Text("nothing is written yet", "dim")]
 
 
-def _help(found: Sequence[tuple[str, str]]) -> list[Text]:
+def _help(found: Sequence[tuple[str, str]], width: int) -> list[Text]:
     label = max(len(key) for key, _ in found)
-    return [Text("  ").append(key.ljust(label), "bold cyan").append(f"   {text}") for key, text in found]
+    return [
+        Text("  ").append(("" if n else key).ljust(label), "bold cyan").append(f"   {line}")
+        for key, text in found
+        for n, line in enumerate(textwrap.wrap(text, max(width - label - 5, 20)))
+    ]
 
 
 def _foot(model: Model, width: int) -> Text:

@@ -358,14 +358,14 @@ class FullScreen(View):
         drain = [
             (
                 "d",
-                "drain the marked node: its ranks save, it leaves the job and stays out; again: take it back",
+                "drain the marked node: its ranks save, and it leaves the job until you press d again",
             )
         ]
         return [
             ("↑ ↓, or a number", "mark a node"),
             ("l or Enter", "follow the output of the marked node's ranks; Esc: back"),
             *(drain if self._doing.drain else []),
-            ("s", "stop the job on all nodes, after a snapshot; it is asked for"),
+            ("s", "stop the job on all nodes, after a snapshot; asks first"),
             ("q", self._doing.leaves),
             ("Ctrl-C", self._doing.interrupts),
             ("Ctrl-Z", "back to the shell for a while; fg comes here again"),

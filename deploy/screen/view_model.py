@@ -243,6 +243,8 @@ class ViewModel:
         state, _, rest = row.line.partition("  ")
         if state.startswith("starting "):
             state, rest = "starting", state
+        if self._ended and state == "connecting":  # no event tells of it
+            state = "not started"
         status, in_sight = row.status, state not in ("unreachable", "gone", "spare", "drained")
         rate = None
         if in_sight and len(row.steps) > 1:

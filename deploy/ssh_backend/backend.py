@@ -189,6 +189,9 @@ class SshBackend:
                 said.append(str(error))
         last = {name: status for name, status in heard.items() if name in run.nodes.keys() - found}
         data = {**found, **{name: {**status, "alive": None} for name, status in last.items()}}
+        is_unstarted = (
+            state in runs.ENDED and not heard and not any(each.get("agent") for each in found.values())
+        )
         lines = {}
         for name in run.nodes:
             if (status := found.get(name)) is not None:
@@ -198,7 +201,7 @@ class SshBackend:
                     continue
                 if not status["alive"] and status.get("state") not in runs.ENDED:
                     out = drain.line(drained, name)
-                    status["state"] = "drained" if out else absence(status)
+                    status["state"] = "drained" if out else "not started" if is_unstarted else absence(status)
                 # By the node's clock, as what it says of itself.
                 lines[name] = out or status_line(status, now=time.time() + run.clock_offsets.get(name, 0.0))
                 continue

@@ -204,6 +204,16 @@ def test_of_what_torch_says_of_a_lost_rank_the_stacks_are_not_shown() -> None:
     assert watched.log_of("a") == [said[0], said[4]]
 
 
+def test_the_list_of_keys_goes_on_below_where_the_window_is_narrow() -> None:
+    found = shown(model(help=[("d", "drain the node " * 6), ("any key", "closes this list")]), 60, 20)
+    assert found[2:6] == [
+        "  d         drain the node drain the node drain the node",
+        "            drain the node drain the node drain the node",
+        "  any key   closes this list",
+        "",
+    ]
+
+
 def test_a_question_takes_the_place_of_the_keys() -> None:
     assert shown(model(asks="Stop the job?  y: yes"), 80, 20)[-1] == "Stop the job?  y: yes"
 
@@ -283,6 +293,16 @@ def test_a_run_that_is_over_is_told_from_its_events() -> None:
     assert [node.state for node in last.nodes] == ["succeeded", "succeeded"]
     assert (last.step, last.total_steps, last.best) == (20, 20, {"accuracy": 0.5})
     assert last.events[-1] == (NOW + 7, "the run is over: trained to the end")
+
+
+def test_the_nodes_of_a_run_that_did_not_start_are_not_connecting_for_ever() -> None:
+    watched = ViewModel("r", ["a", "b"])
+    watched.event(Event(NOW, None, "run-started", {"nodes": ["a", "b"], "generation": 0}))
+    assert [node.state for node in watched.model(NOW + 1).nodes] == ["connecting"] * 2
+    watched.event(Event(NOW + 2, None, "run-ended", {"state": "failed", "verdict": "it did not start"}))
+    last = watched.model(NOW + 3)
+    assert [node.state for node in last.nodes] == ["not started"] * 2
+    assert shown(last, 80, None)[1] == "no step"
 
 
 def test_what_comes_in_late_stands_where_it_belongs() -> None:

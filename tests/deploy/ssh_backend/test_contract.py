@@ -144,6 +144,8 @@ def test_a_shared_folder_that_is_not_there_is_not_made(local: Kit, tmp_path: Pat
     )
     assert re.search(wanted, said), said
     assert not shared.parent.exists()
+    nodes = json.loads(local.run("status", "--json").stdout)["status"]
+    assert {status["state"] for status in nodes.values()} == {"not started"}
     why = json.loads(local.run("why", "--json").stdout)["why"]
     assert (why["text"], why["cause"]["name"]) == ("it did not start", "did-not-start")
     assert why["cause"]["cure"] == "mount it, or make it (mkdir -p), on every host"
