@@ -337,7 +337,7 @@ class Narrator:
 
     def _on_false_alarm(self, event: Event) -> list[str]:
         wait = duration(float(event.get("lost_after_s") or 0))
-        return [f"a node taken for lost was not: from now on {wait} of silence is borne"]
+        return [f"a node taken for lost was alive: the time-out is now {wait}"]
 
     def _on_no_quorum(self, event: Event) -> list[str]:
         members = tuple(event.get("members") or ())
