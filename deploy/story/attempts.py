@@ -101,6 +101,8 @@ class _Try:
     why: str = ""
     end_why: str = ""
     """What its agents say in the end: less than what happened before."""
+    why_by: str = ""
+    """The node that said `why`, where that is an agent's."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -249,8 +251,9 @@ def _read_tries(events: Sequence[Event]) -> list[_Try]:
                 tried.ends.setdefault(event.node, event.time)
             if event.kind not in ("membership", "hang"):
                 del latest[event.node]
-            if not tried.why:
-                tried.why = _why(event)
+            # A node that is cut off says that the rendezvous host is lost: those that have lost the node know better.
+            if not tried.why or (event.kind == "membership" and tried.why_by in names_of(event.get("names"))):
+                tried.why, tried.why_by = _why(event), event.node
     return sorted(tries.values(), key=lambda each: each.order)
 
 

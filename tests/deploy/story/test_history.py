@@ -181,6 +181,16 @@ def test_of_a_lost_node_the_silence_the_restart_and_the_redone_steps_are_told_ap
     assert found.spans["gpu2"][-1].why == "a node was lost"
 
 
+def test_a_node_that_was_cut_off_does_not_say_why_the_others_went_on_without_it() -> None:
+    cut_off = [
+        *ended(207, "0.0", ["gpu2"], step=101, why="the rendezvous host is lost"),
+        said(207, "gpu2", "store-lost", why="Connection was likely closed"),
+    ]
+    lost_it = said(208, "gpu3", "membership", lost=1, waiting=0, names=["gpu2"])
+    assert history([*GPU2_LOST[:-1], *cut_off]).attempts[0].why == "the rendezvous host was lost"
+    assert history([*GPU2_LOST, *cut_off, lost_it]).attempts[0].why == "a node was lost"
+
+
 def test_a_curve_has_each_step_once() -> None:
     found = history(GPU2_LOST)
     steps = [point.step for point in found.losses()]
