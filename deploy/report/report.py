@@ -190,12 +190,10 @@ def _ask_hosts(
                 if points := call("points.losses", path=path, most=LOSS_POINTS):
                     curves[host.name] = points
                 facts = call("hostfacts.facts", workdir="~")
-                gpus = [
-                    str(each.get("name", "GPU")) if isinstance(each, dict) else str(each)
-                    for each in facts["gpus"]
-                ]
                 own = {name: facts[name] for name in ("hostname", "python", "torch", "cpus")}
-                found[host.name] = {**own, "gpus": gpus}
+                gpus = facts["gpus"]
+                names = [each["name"] for each in gpus["usable"]]
+                found[host.name] = {**own, "driver": gpus["driver"], "gpus": names}
             finally:
                 channel.close()
 
