@@ -303,9 +303,10 @@ class _View:
             generation = as_int(event.get("generation"))
             groups.setdefault((as_int(event.get("step")), generation), []).append(event)
             number[generation, str(event.node)] += as_int(event.get("count")) or 1
-        most: dict[int, int] = {}  # nodes may record the same snapshots
+        # Nodes record the same snapshots; not all of them, where one was away.
+        most = collections.Counter(generation for _, generation in groups)
         for (generation, _), own in number.items():
-            most[generation] = max(own, most.get(generation, 0))
+            most[generation] = max(own, most[generation])
         text = "No snapshot of the training module, or of `Snapshots`, is on record."
         if total := sum(most.values()):
             held_up = self._history.goodput.lost["snapshots"]

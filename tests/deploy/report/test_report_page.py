@@ -662,6 +662,24 @@ def test_a_metric_that_is_no_number_has_no_curve() -> None:
     )
 
 
+def test_a_snapshot_that_only_a_lost_node_has_is_counted() -> None:
+    run = made_up_run.run()
+    held = {1: ["a", "b"], 2: ["a"], 3: ["b"], 4: ["a", "b"]}
+    told = [
+        made_up_run.said(made_up_run.T0 + step, node, "snapshot", step=step, generation=0, count=1)
+        for step, nodes in held.items()
+        for node in nodes
+    ]
+    source = report_page.Source(
+        run=run,
+        history=History.of([*made_up_run.events()[:1], *told], now=made_up_run.T0 + 9),
+        events=told,
+        redactor=Redactor(run.inventory),
+        written="now",
+    )
+    assert "4 snapshots; training stood still" in report_page.page(source)
+
+
 @pytest.mark.slow
 def test_the_report_of_a_real_run(tmp_path: Path, own_home: Path, tab: Page) -> None:
     kit = Kit(tmp_path / "my 'project' $HOME", None)
@@ -684,6 +702,7 @@ def test_the_report_of_a_real_run(tmp_path: Path, own_home: Path, tab: Page) -> 
     page = " ".join(seen.page.inner_text("main").split())
     for said in ("Step 46 of 46", "2 of 2 hosts answered", "metrics.jsonl", "trained to its end", "torch 2"):
         assert said in page, said
+    assert "kind, usable" not in page  # the facts of GPUs, in place of their names
     for name in ("Loss", "Evaluated: accuracy", "CPU use", "Goodput"):
         assert seen.page.get_by_role("img", name=name, exact=True).is_visible(), name
     points = json.loads(
