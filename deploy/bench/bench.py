@@ -101,7 +101,7 @@ def _refuse(options: Options) -> None:
     """Raise KitError for options that do not go together."""
     if options.link is None and options.inventory is None:
         raise KitError(
-            "kit bench: which hosts? kit bench INVENTORY measures between them; with no hosts, "
+            "which hosts? kit bench INVENTORY measures between them; with no hosts, "
             "kit bench --plan 110e6 --step-time 0.4 --link 1Gb forecasts"
         )
     if options.link is not None and options.model is None:

@@ -25,8 +25,8 @@ def run(args: argparse.Namespace) -> int:
     from nodekit.deploy.results import apply
 
     if bool(args.texts) == (args.file is not None):
-        raise KitError("kit predict: wanted either TEXT… or --file F, and not both")
+        raise KitError("wanted either TEXT… or --file F, and not both")
     if not all(text.strip() for text in args.texts):
-        raise KitError("kit predict: found an empty text", wanted="some words")
+        raise KitError("found an empty text", wanted="some words")
     source = apply.find(args.source, args.weights)
     return apply.predict(source, args.texts or apply.read_texts(args.file), test.options(args))

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         print(note)
     if found and not (args.yes or args.dry_run or sys.stdin.isatty()):
         raise KitError(
-            "kit rm: no terminal to ask in", cure="kit rm --yes removes without asking, --dry-run shows what"
+            "no terminal to ask in", cure="kit rm --yes removes without asking, --dry-run shows what"
         )
     failed = 0
     for run in found:

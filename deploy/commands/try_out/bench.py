@@ -25,7 +25,7 @@ the inventory's own job, whose step is then measured, too, on the first node.
 examples:
   kit bench lab.yaml                                  pairs and all-reduce
   kit bench lab.yaml --png network.png                likewise, and a picture
-  kit bench lab.yaml --plan 7B --step-time 2.1        what 7 G parameters would cost
+  kit bench lab.yaml --plan 7B --step-time 2.1        what 7 billion parameters would cost
   kit bench lab.yaml --plan job                       what this very job would
   kit bench --plan 110e6 --step-time 0.4 --link 1Gb   without hosts
 

@@ -248,7 +248,7 @@ def test_a_picture_is_drawn(measured: Measured, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ([], "which hosts?"),
+        ([], "kit: which hosts?"),
         (["--plan", "7B", "--link", "1Gb"], "needs --step-time S"),
         (["--link", "1Gb"], "give --plan MODEL, too"),
         (["--plan", "7B", "--step-time", "-1", "--link", "1Gb"], "--step-time -1.0: wanted a number above 0"),
