@@ -20,6 +20,7 @@ from nodekit.deploy.story.attempts import (
 )
 from nodekit.deploy.story.goodput import CAUSES, Goodput, goodput
 from nodekit.deploy.story.timeline import Span, spans_by_node
+from nodekit.training.measures import is_least_best
 
 __all__ = ["CAUSES", "Attempt", "Goodput", "History", "Point", "Span", "standing"]
 
@@ -61,7 +62,7 @@ class History:
     restarts: int
     """Attempts after a session's first."""
     best: Mapping[str, tuple[float, int]]
-    """metric → its best value, and at which step: the least of what has "loss" in its name, else the most."""
+    """metric → its best value, and at which step: the least of a loss or an error, else the most."""
     result: Mapping[str, Any]
     """What the job said at its end, from ``output/result.json``."""
     goodput: Goodput
@@ -208,7 +209,7 @@ def _best(evaluations: Iterable[Event]) -> dict[str, tuple[float, int]]:
             if not is_number(value):
                 continue
             old = best.get(str(name))
-            is_better = old is None or (value < old[0] if "loss" in str(name) else value > old[0])
+            is_better = old is None or (value < old[0] if is_least_best(str(name)) else value > old[0])
             if is_better:
                 best[str(name)] = (float(value), int(event.get("step")))
     return best

@@ -14,6 +14,7 @@ from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story.attempts import is_number
 from nodekit.deploy.story.history import History
 from nodekit.inventory.errors import KitError
+from nodekit.training.measures import is_least_best
 
 FILE = "summary.json"
 VERSION = 3
@@ -61,7 +62,7 @@ class Summary:
     @property
     def headline(self) -> tuple[str, float] | None:
         """The metric that says most, and its best value: the first one that is no loss."""
-        names = sorted(self.best, key=lambda name: ("loss" in name, name != "accuracy"))
+        names = sorted(self.best, key=lambda name: (is_least_best(name), name != "accuracy"))
         return (names[0], self.best[names[0]][0]) if names else None
 
 

@@ -20,6 +20,7 @@ from nodekit.training.data.evaluate import Evaluation, macro_f1
 from nodekit.training.data.loading import loading
 from nodekit.training.errors import TrainingError
 from nodekit.training.loop import Loop
+from nodekit.training.measures import is_least_best
 from nodekit.training.options.arguments import parse
 from nodekit.training.process.stop import Stop
 from nodekit.training.rank import check
@@ -326,6 +327,14 @@ def test_the_best_weights_that_could_not_be_written_are_at_the_end(tmp_path: Pat
     (tmp_path / "output").unlink()
     best.write_last(model.state_dict(), step=9)
     assert [read_facts(tmp_path / "output" / kind)["step"] for kind in ("best", "last")] == [1, 9]
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "val_Loss", "squared_error", "mse", "RMSE", "test/mae", "ppl_dev", "wer"]
+)
+def test_of_a_loss_or_an_error_the_least_is_the_best(name: str) -> None:
+    assert is_least_best(name)
+    assert not any(map(is_least_best, ["accuracy", "f1", "pearson", "fidelity", "power", "measure"]))
 
 
 def test_what_was_the_best_by_another_measure_is_no_longer(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ class Options:
     )
     best: str = _judged(
         "auto",
-        "keep the weights with the greatest measure NAME (the least, if its name contains loss) in output/best; auto: "
+        "keep the weights with the greatest measure NAME (of a loss or an error the least) in output/best; auto: "
         "accuracy, or else loss",
         metavar="NAME|off",
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nodekit.training.errors import TrainingError
+from nodekit.training.measures import is_least_best
 from nodekit.training.snapshots.background import Background
 from nodekit.training.snapshots.hostcopy import HostCopy
 from nodekit.training.weights.export import read_facts, write_weights
@@ -24,7 +25,7 @@ def no_such_measure(name: str, measures: Iterable[str]) -> str:
 
 
 def _is_better(measure: str, value: float, than: float | None) -> bool:
-    sign = -1 if "loss" in measure else 1
+    sign = -1 if is_least_best(measure) else 1
     return than is None or math.isnan(than) or sign * value > sign * than
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 
 from nodekit.deploy.agent.hang import hang
 from nodekit.deploy.host.schema import Say, Usage
+from nodekit.training.measures import is_least_best
 
 SAMPLE_S = 2.0
 SAMPLES_A_WEEK = 20_000
@@ -207,7 +208,7 @@ class Notes:
         is_best = False
         for name, value in metrics.items():
             least, most = self._best.get(name, (math.inf, -math.inf))
-            is_best |= value < least if "loss" in name else value > most
+            is_best |= value < least if is_least_best(name) else value > most
             self._best[name] = (min(least, value), max(most, value))
         return is_best
 
