@@ -164,6 +164,10 @@ def test_ranks_meet_about_every_two_seconds_and_where_something_is_due(
     apart.synced(17, 0.0)
     assert not apart.syncs_after(18)
     assert apart.step_s == 0.0
+    apart = begun(alone, nn.Linear(2, 1))
+    assert apart.step_s == 0.0, "none is made yet"
+    apart.synced(8, 0.3)
+    assert not apart.syncs_after(9), "no snapshot is ever due"
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
@@ -223,3 +227,36 @@ def test_the_average_of_many_tensors_goes_in_messages_of_a_bounded_size(
     assert sum(sent) == 20
     local_sgd.average_tensors([], [], torch.device("cpu"))
     assert sum(sent) == 20
+
+
+def test_the_mean_of_an_optimizers_state_is_of_the_ranks_that_have_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used, unused, never = (nn.Parameter(torch.full((2,), 3.0)) for _ in range(3))
+    optimizer = torch.optim.AdamW([{"params": [used]}, {"params": [unused, never]}])
+    used.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.state[used]["how often"] = 1  # no tensor, and a count that is none of floats
+    optimizer.state[used]["counted"] = torch.tensor(7)
+    told: list[dict[tuple[int, str], Any]] = []
+
+    def gather(own: dict[tuple[int, str], Any]) -> list[Any]:
+        told.append(own)
+        both = {(number, name): each for (_, name), each in own.items() for number in (0, 1)}
+        return [own, {}, both]
+
+    averaged: list[tuple[list[torch.Tensor], list[int]]] = []
+    monkeypatch.setattr(local_sgd, "average_tensors", lambda tensors, by, _: averaged.append((tensors, by)))
+    world: Any = SimpleNamespace(world_size=3, device=torch.device("cpu"), gather=gather)
+    begun(world, nn.Linear(1, 1)).average_optimizer(optimizer)
+
+    assert {number for number, _ in told[0]} == {0}
+    (tensors, by) = averaged[0]
+    had, new = optimizer.state[used], optimizer.state[unused]
+    names = sorted(name for name in had if name not in ("how often", "counted"))
+    wanted = [*(had[name] for name in names), *(new[name] for name in names)]
+    assert [id(each) for each in tensors] == [id(each) for each in wanted], "the same order on all ranks"
+    assert by == [2, 2, 2, 1, 1, 1]
+    assert not any(new[name].any() for name in names), "that of the others is added"
+    assert (had["how often"], had["counted"].item(), new["how often"]) == (1, 7, 1)
+    assert never not in optimizer.state
