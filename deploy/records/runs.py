@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -138,9 +139,11 @@ class Run:
     @property
     def stopped_by(self) -> str:
         """Who has told this run to end since it was started ("kit down"): nothing may be started any more."""
-        with contextlib.suppress(OSError):
-            return (self.folder / "stop").read_text(encoding="utf-8", errors="replace")
-        return ""
+        path = str(self.folder / "stop")
+        try:
+            return read(path).decode("utf-8", "replace")
+        except OSError:
+            return f"somebody ({path} cannot be read)" if os.path.lexists(path) else ""
 
     def say_stop(self, by: str) -> None:
         """Tell whoever supervises this run that it is to end, and who wants that; "": that it begins again."""

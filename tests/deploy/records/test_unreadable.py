@@ -118,6 +118,17 @@ def test_a_record_that_cannot_be_read_is_told_and_never_taken_for_none(
     assert os.path.lexists(path)
 
 
+@pytest.mark.parametrize("damage", [link_to_itself, folder_in_place, fifo])
+def test_a_word_to_stop_that_cannot_be_read_is_one(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    """Else who supervises the run would start what `kit down` is stopping."""
+    run = record(tmp_path, state="running")
+    assert run.stopped_by == ""
+    run.say_stop("kit down")
+    assert run.stopped_by == "kit down"
+    damage(run.folder / "stop")
+    assert run.stopped_by == f"somebody ({run.folder / 'stop'} cannot be read)"
+
+
 def test_a_run_of_another_inventory_does_not_keep_one_from_starting(tmp_path: Path) -> None:
     run = record(tmp_path)
     changed(state="paused")(run.folder / "run.json")
