@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from nodekit.deploy.host.files import make_private
+from nodekit.deploy.host.files import NOT_FOUND, make_private
 from nodekit.deploy.records.record_files import folder, told
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
@@ -41,10 +41,10 @@ def is_held(path: Path) -> bool:
         with path.open() as file:
             # Shared, and let go at once: it must not keep a supervisor from taking over.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
+    except NOT_FOUND:
         return False
+    except OSError:  # another has it, or nobody can know
+        return True
     return False
 
 

@@ -18,7 +18,6 @@ from nodekit.deploy.agent.ranks.attempt import (
     ALSO_S,
     HEARD_LOOKS,
     LOOK_S,
-    STAND_BY_S,
     UNREAD_LOOKS,
     Attempts,
 )
@@ -197,7 +196,7 @@ def test_who_can_go_on_in_another_attempt_is_waited_for_until_it_pauses(node: No
     assert node.waits(node.attempts.pause()) == looks(HEARD_LOOKS), "it cannot"
     node.own._told, node.own._may_stay = {}, True
     is_pausing = node.attempts.pause()
-    assert node.waits(is_pausing, at_most_s=700.0) == pytest.approx(700.0, abs=0.1), "it evaluates"
+    assert node.waits(is_pausing, at_most_s=60.0) == pytest.approx(60.0, abs=0.1), "it evaluates"
     for local_rank in (0, 1):
         node.says(local_rank, f"12/50 {stages.WAITING}")
     assert not is_pausing()
@@ -438,13 +437,16 @@ def test_a_node_that_joins_waits_until_all_its_ranks_have_read_their_data(node: 
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["one ends", "it takes too long"])
-def test_ranks_that_do_not_come_to_stand_by_are_ended(ends: bool, node: Node) -> None:
+def test_ranks_that_do_not_come_to_stand_by_are_ended(
+    ends: bool, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "STAND_BY_S", 30.0)
     node.own.workers.pids, node.own._standing_by = {}, {0, 1}
     if ends:
         node.later = [(node.now + 2.0, lambda: node.exits.update({1: 1}))]
     began = node.now
     node.attempts.stand_by(joining(), lambda: None)
-    assert node.now - began == pytest.approx(2.0 if ends else STAND_BY_S, abs=0.1)
+    assert node.now - began == pytest.approx(2.0 if ends else 30.0, abs=0.1)
     assert node.stops == [(0, {})]
     assert (node.own._staying, node.own._standing_by) == (set(), set())
     assert node.done[-1] == "keep no more"
