@@ -54,6 +54,13 @@ def _sign(file: IO[str]) -> None:
         os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
 
 
+def _signature(path: Path) -> str:
+    """The pid of the process that has a file locked, or had it last; "?" where nobody knows."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").strip() or "?"
+    return "?"
+
+
 class SupervisorLock:
     """Only one supervisor acts for a run; others watch, and one of them takes over when it ends."""
 
@@ -79,9 +86,7 @@ class SupervisorLock:
 
     def owner(self) -> str:
         """The pid of the process that holds it, or held it last."""
-        with contextlib.suppress(OSError):
-            return self._path.read_text(encoding="utf-8", errors="replace") or "?"
-        return "?"
+        return _signature(self._path)
 
     def release(self) -> None:
         """Let another supervisor act."""
@@ -111,7 +116,7 @@ def starting(inventory_path: Path) -> Iterator[None]:
         file = locked(path)
     if file is None:
         raise KitError(
-            f"another kit up (pid {path.read_text().strip() or '?'}) is just starting {inventory_path}",
+            f"another kit up (pid {_signature(path)}) is just starting {inventory_path}",
             cure="wait for it, then kit up attaches to its run",
         )
     with file:

@@ -120,6 +120,7 @@ class Node:
 
     def _form(self, own: dict[str, Any]) -> Formed:
         assert self.agent._is_meeting
+        assert not self.agent._is_done
         self.own = own
         return self.forms()
 

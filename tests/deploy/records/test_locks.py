@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nodekit.deploy.records import locks
+from nodekit.deploy.records import locks, record_files
 from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError, NotWritten
@@ -118,3 +119,24 @@ def test_two_kit_ups_start_no_two_runs_of_an_inventory(tmp_path: Path) -> None:
     assert not locks.is_starting(run)
     with locks.starting(inventory):
         pass
+
+
+@pytest.mark.parametrize(("written", "pid"), [(b"", "?"), (b"77\n", "77"), (b"\xff7", "\ufffd7")])
+def test_whoever_holds_a_lock_is_named_as_far_as_it_can_be_read(
+    written: bytes, pid: str, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path)
+    (run.folder / "supervisor.lock").write_bytes(written)
+    assert SupervisorLock(run).owner() == pid
+    with locks.starting(tmp_path / "lab.yaml"):
+        locks.starting_lock(run).write_bytes(written)
+        with (
+            pytest.raises(KitError, match=rf"\(pid {re.escape(pid)}\)"),
+            locks.starting(tmp_path / "lab.yaml"),
+        ):
+            pass
+
+
+def test_the_first_kit_up_of_all_makes_the_folder_of_its_lock(tmp_path: Path) -> None:
+    with locks.starting(tmp_path / "lab.yaml"):
+        assert record_files.folder().stat().st_mode & 0o777 == 0o700
