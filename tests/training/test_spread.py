@@ -94,6 +94,13 @@ def test_what_is_on_one_node_only_is_sent_to_the_next(monkeypatch: pytest.Monkey
     assert ranks.took() == []
 
 
+def test_a_copy_goes_to_another_host_and_only_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, {0: {"a", "b"}, 2: {"c"}, 3: {"a", "c"}})
+    monkeypatch.setattr(parts, "gethostname", lambda: "host1")  # as node 1's
+    ranks.spread().make_up_for_lost_copies()
+    assert ranks.took() == [("b", 0, 3)]
+
+
 def test_a_node_that_could_not_take_a_copy_does_not_have_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,7 +111,11 @@ def test_a_node_that_could_not_take_a_copy_does_not_have_it(
         spread.make_up_for_lost_copies()
     assert "g0-s3.json is not on two nodes again: node 2 (host2): No space left on device" in caplog.text
     assert ranks.took() == [("b", 2, 3), ("c", 3, 0)]
-    ranks.world.is_main, ranks.problems = False, [""] * 4
+    caplog.clear()
+    ranks.world.is_main = False
+    spread.make_up_for_lost_copies()
+    assert (ranks.took(), caplog.text) == ([("b", 2, 3)], ""), "rank 0 tells of it"
+    ranks.problems = [""] * 4
     spread.make_up_for_lost_copies()
     assert ranks.took() == [("b", 2, 3)], "that one has arrived"
 

@@ -342,7 +342,8 @@ class Attempts:
             error, exitcode = each["error"], each["exitcode"]
             if is_secondary(error, exitcode) or not may_be_the_kernels(error, exitcode):
                 continue
-            others = map(int, re.findall(r"\(pid(?:\(s\))? (\d+)", error))
+            listed = re.findall(r"\(pid(?:\(s\))? ([\d, ]+)", error)  # torch names all that have ended
+            others = map(int, re.findall(r"\d+", " ".join(listed)))
             pids = [self._pids_then.get(each["rank"], 0), *others]
             each["kernel"] = self._kernel.said(pids)
 

@@ -141,6 +141,14 @@ def test_who_has_not_read_it_yet_is_waited_for_a_while(node: Node) -> None:
     assert node.waits(node.own._tell("lost")) == looks(UNREAD_LOOKS + HEARD_LOOKS)
 
 
+def test_who_has_ended_or_cannot_be_told_has_nothing_to_read(node: Node) -> None:
+    node.unread = {1}
+    node.ends(1, 0)
+    assert node.waits(node.own._tell("lost")) == looks(HEARD_LOOKS)
+    node.exits, node.deaf, node.own._told = {}, {1}, {}
+    assert node.waits(node.own._tell("lost")) == looks(HEARD_LOOKS)
+
+
 def test_looks_in_quick_succession_count_once(node: Node) -> None:
     is_kept = node.own._tell("lost")
     assert all(is_kept() for _ in range(3 * HEARD_LOOKS))
@@ -295,7 +303,7 @@ def test_what_is_on_record_of_a_failure(node: Node) -> None:
     assert killed["log"] == str(logs[1])
 
 
-def test_the_kernel_is_asked_of_a_killed_rank_and_of_no_secondary_one(node: Node) -> None:
+def test_the_kernel_is_asked_of_who_may_have_been_ended_by_it(node: Node) -> None:
     asked: list[list[int]] = []
 
     def said(pids: list[int]) -> list[str]:
@@ -303,13 +311,27 @@ def test_the_kernel_is_asked_of_a_killed_rank_and_of_no_secondary_one(node: Node
         return ["Out of memory"]
 
     node.own._kernel = SimpleNamespace(said=said)
-    node.ends(0, -9, b"DataLoader worker (pid 77) is killed by signal: Killed.\n")
+    node.attempts.ranks = dict(enumerate(range(4, 9)))
+    node.own.workers.pids = {local_rank: 100 + local_rank for local_rank in range(5)}
+    node.ends(0, 1, RAISED)
     node.ends(1, -signal.SIGTERM, b"")
+    node.ends(2, -9, b"")
+    workers = b"RuntimeError: DataLoader worker (pid(s) 77, 78) exited unexpectedly\n"
+    node.ends(3, 1, b"Traceback (most recent call last):\n" + workers)
+    node.ends(4, -9, b"DataLoader worker (pid 79) is killed by signal: Killed.\n")
     failures = node.attempts.failures(10.0)
-    node.own.workers.pids = {}
+    node.own.workers.pids = {}  # it is asked when they are gone
     node.attempts.ask_the_kernel(failures)
-    assert asked == [[100, 77]]
-    assert [each["kernel"] for each in failures] == [["Out of memory"], []]
+    assert asked == [[102], [103, 77, 78], [104, 79]]
+    assert [each["kernel"] for each in failures] == [[], [], *[["Out of memory"]] * 3]
+
+
+def test_one_that_says_why_it_failed_is_enough(node: Node) -> None:
+    node.ends(0, 1, PEER)
+    assert not node.attempts.say_why({4: 1})
+    node.ends(1, 1, RAISED)
+    assert node.attempts.say_why({4: 1, 5: 1})
+    assert not node.attempts.say_why({5: 143}), "it ended after a snapshot, whatever it has printed"
 
 
 # --- failed while pausing ------------------------------------------------------------------------------------
