@@ -372,6 +372,10 @@ def test_ranks_that_can_go_on_are_joining_until_each_has_told_a_step(node: Node)
     node.ends(1, 1)
     assert not node.attempts.is_joining, "it is gone"
     node.exits = {}
+    assert node.attempts.is_joining
+    node.own._staying = {1}
+    assert not node.attempts.is_joining, "it waits for the next attempt"
+    node.own._staying = set()
     node.says(1, "1/50 loss 1.0")
     assert not node.attempts.is_joining
 

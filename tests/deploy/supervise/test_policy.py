@@ -781,3 +781,11 @@ def test_a_broken_node_that_the_job_needs_is_tried_again() -> None:
     assert Start("b") in done
     said = [action.text for action in done if isinstance(action, Notice)]
     assert f"b: {BROKEN}; it is tried again: at least 2 nodes are needed, and without it 1 are left" in said
+
+
+def test_at_the_end_it_is_said_where_an_agent_may_still_run() -> None:
+    story = Story().all_run()
+    seen = {"a": ended("failed"), "b": lost(running(*FOUR)), "c": lost(ended("failed")), "d": ended("failed")}
+    (finish,) = story.sees(**seen)
+    assert isinstance(finish, Finish)
+    assert (finish.outcome, finish.text) == ("failed", "b cannot be reached; an agent may still run there")
