@@ -160,7 +160,7 @@ def _has_ended(turn: Turn) -> bool:
     since = turn.now if state.ended_since is None else state.ended_since
     turn.change(ended_since=since)
     # A node that was asked to start may have come and ended since it was observed: it still has something to show.
-    is_unobserved = any(turn.known[name].asked == "start" and name not in running for name in turn.in_sight)
+    is_unobserved = any(turn.known[name].asked == "start" for name in turn.in_sight)
     if not running and not (is_unobserved and turn.now - since < LAST_WORDS_S):
         outcome = outcome_of(states)
         unseen = [n for n in turn.rules.nodes if seen[n].alive and not seen[n].reachable]
