@@ -789,3 +789,10 @@ def test_at_the_end_it_is_said_where_an_agent_may_still_run() -> None:
     (finish,) = story.sees(**seen)
     assert isinstance(finish, Finish)
     assert (finish.outcome, finish.text) == ("failed", "b cannot be reached; an agent may still run there")
+
+
+def test_who_succeeds_later_is_waited_for_and_not_where_another_does_not_find_the_others() -> None:
+    story = Story().all_run()
+    done = {name: ended("succeeded") for name in "ad"}
+    assert story.sees(60, **done, b=running(*FOUR), c=agent("waiting", members=FOUR)) == []
+    assert story.sees(1, c=agent("orphaned")) == [Stop("b"), Stop("c")]
