@@ -796,3 +796,19 @@ def test_who_succeeds_later_is_waited_for_and_not_where_another_does_not_find_th
     done = {name: ended("succeeded") for name in "ad"}
     assert story.sees(60, **done, b=running(*FOUR), c=agent("waiting", members=FOUR)) == []
     assert story.sees(1, c=agent("orphaned")) == [Stop("b"), Stop("c")]
+
+
+def test_how_long_a_job_waits_for_nodes_is_counted_anew_each_time_and_not_while_enough_are_here() -> None:
+    two = ("a", "b")
+    story = Story(Rules(nodes=two, min_nodes=2, max_nodes=2, wait_s=100.0), nodes=two)
+
+    def ends(for_s: float, **seen: Observation) -> bool:
+        return any(isinstance(action, Finish) for action in story.sees(for_s, **seen))
+
+    alone = {"a": agent("starting"), "b": UNSEEN}
+    assert not ends(60, **alone)
+    assert not ends(10, **{name: running(*two) for name in two})
+    assert not ends(60, **alone), "it has trained meanwhile"
+    assert not ends(1, **{name: agent("starting") for name in two})
+    assert not ends(60, **alone), "both were here meanwhile"
+    assert ends(50)
