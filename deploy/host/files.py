@@ -120,12 +120,12 @@ def load(path: str) -> Any:
         return None
 
 
-def tail(path: str, size: int = 4096) -> str:
-    """Return the end of a file; "" without one."""
+def tail(path: str, size: int = 4096, since: int = 0) -> str:
+    """Return the end of a file, of what is behind its byte `since`; "" without one."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - size))
+            file.seek(max(since, file.tell() - size))
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""

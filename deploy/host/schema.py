@@ -179,6 +179,8 @@ class AgentRecord(TypedDict):
     pid: int
     start_time: Optional[int]
     boot_id: str
+    log_from: int
+    """Where its own words begin in ``agent.log``, in bytes."""
 
 
 class Stopped(TypedDict):

@@ -29,6 +29,8 @@ class _Started(NamedTuple):
     """Open while the agent waits for its go; to close it before ends the agent."""
     fds: FrozenSet[int]
     """The sockets in `ports.held` that it was given, those that were there then."""
+    log_from: int
+    """Where its own words begin in ``agent.log``, behind those of the agents before it."""
 
 
 _started: Dict[str, _Started] = {}  # node_dir → the last one
@@ -67,6 +69,7 @@ def prestart(
     try:
         with _starting:
             fds = frozenset(each.fileno() for each in list(ports.held.values()))
+            log_from = os.lseek(log, 0, os.SEEK_END)
             agent = subprocess.Popen(
                 [os.path.expanduser(python), "-m", "nodekit.deploy.agent", node_dir],
                 stdin=subprocess.PIPE,
@@ -80,7 +83,7 @@ def prestart(
             assert agent.stdin is not None
             if node_dir in _started:
                 _started[node_dir].stdin.close()
-            _started[node_dir] = _Started(agent, agent.stdin, fds)
+            _started[node_dir] = _Started(agent, agent.stdin, fds, log_from)
     finally:
         os.close(log)
     return {"pid": agent.pid}
@@ -127,7 +130,7 @@ def start(
 
 
 def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called_off: int) -> AgentRecord:
-    agent, stdin, fds = _started[node_dir]
+    agent, stdin, fds, log_from = _started[node_dir]
     if stdin.closed or (listen_fd is not None and listen_fd not in fds):
         raise RuntimeError("another request has started an agent here meanwhile")
     with fence.locked(node_dir):
@@ -154,13 +157,14 @@ def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called
             "pid": agent.pid,
             "start_time": processes.start_time(agent.pid),
             "boot_id": processes.boot_id(),
+            "log_from": log_from,
         }
         files.write_private(os.path.join(node_dir, "agent.json"), json.dumps(record).encode())
     try:
         stdin.write(b"go\n")
         stdin.close()
     except BrokenPipeError:
-        last_words = files.tail(os.path.join(node_dir, "agent.log"))
+        last_words = files.tail(os.path.join(node_dir, "agent.log"), since=log_from)
         raise RuntimeError("the agent ended before it could start: " + last_words) from None
     return record
 

@@ -73,7 +73,8 @@ def status(node_dir: str) -> NodeStatus:
     found["agent"] = "%s.%s" % (record["pid"], record["start_time"]) if record else ""
     if not alive:
         found["generation"] = max(found.get("generation", -1), load_spec(node_dir).get("generation", -1))
-        found["agent_log"] = files.tail(os.path.join(node_dir, "agent.log"))
+        log_from = record.get("log_from", 0) if record else 0  # an earlier kit's record has none
+        found["agent_log"] = files.tail(os.path.join(node_dir, "agent.log"), since=log_from)
     return found
 
 

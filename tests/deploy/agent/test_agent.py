@@ -745,3 +745,15 @@ def test_what_rank_0_prints_of_its_training_counts_for_a_rank_of_another_node(ag
     agents.start(ALL_REDUCE + script + END, max_restarts=2)
     assert agents.wait("n1", "failed")["message"] == "3 crashes without progress"
     assert agents.wait("n0", "failed")["attempt"] == "0.2"
+
+
+def test_the_last_words_of_an_agent_are_its_own(agents: Agents) -> None:
+    """Those of an agent before it, in the same file, are about another end."""
+    agents.start("import time; time.sleep(600)", num_nodes=1)
+    with (agents.node_dir("n0") / "agent.log").open("a") as log:
+        log.write("of the first\n")
+    os.kill(int(agents.wait("n0", "running")["agent"].partition(".")[0]), signal.SIGKILL)
+    assert "of the first" in agents.wait("n0", "gone")["agent_log"]
+    agents.start_again("n0", generation=1, is_host=False)
+    os.kill(int(agents.status("n0")["agent"].partition(".")[0]), signal.SIGKILL)
+    assert "of the first" not in agents.wait("n0", "gone")["agent_log"]
