@@ -344,7 +344,7 @@ def conclude(run: Run, channels: Mapping[str, HostChannel], verdict: Verdict) ->
         print(f"{run.run_id} was stopped{resume if is_over(run, verdict) else ''}")
     else:
         took = f"{(run.ended or time.time()) - run.started:.0f} s"
-        if run.generation:  # `kit runs` has the time of all its starts
+        if run.started != run.created:  # `kit runs` has the time of all its starts
             took += " since it was resumed"
         print(f"{run.run_id} {verdict.text} in {took}{_result(run, channels, first)}")
     for label, text in rows:
