@@ -230,7 +230,7 @@ class HostChannel:
         said = process.stderr_tail().strip()
         if not has_begun:  # nologin says on stdout that it lets nobody in
             said = said or printed.decode("utf-8", "replace")
-        self._lose(process, ready, said or "it ended without a word")
+        self._lose(process, ready, said or f"{'the connection' if has_begun else 'it'} ended without a word")
 
     def _lose(self, process: Process, ready: queue.Queue[dict[str, Any]], why: str) -> None:
         with self._lock:
