@@ -228,7 +228,7 @@ class Agent:
 
     def _wait_fenced(self) -> None:
         """This generation is over: until the supervisor calls into the next one; Superseded then."""
-        # Who keeps a step can no longer commit it here, and goes on with it in the next generation.
+        # Who keeps a step can commit no other here, and goes on with it in the next generation.
         self._attempts.end(self._watch.dying_s, "fenced", tell="lost")
         self._record.update(state="fenced", workers=[], members=[], blocked="")
         self._leave()

@@ -116,6 +116,7 @@ class Snapshots:
         self._unsynced: set[str] = set()  # and those whose files may not be on the disk
         self._host_copy = HostCopy()
         self._writer = Background("nodekit-snapshot")
+        self._is_late = False
 
     def save(self, state: Any, *, step: int, world_size: int = 1) -> Manifest | None:
         """Commit ``state`` (tensors and plain python values), and remove all but the newest ``keep``.
@@ -140,12 +141,19 @@ class Snapshots:
 
         None also where there is a snapshot of this step or a later one, and, whatever ``allow_nan`` says, for a state
         with nan in it.
+
+        A fence does not keep it out: the step was made before, and may be in this memory alone until enough nodes are
+        there for the next generation. Whatever that one saves counts for more.
         """
         self.wait()
         if self.entered is not None:
             self.generation = self.entered
         attempt = self.attempt if attempt is None else attempt
-        return self._save(state, step=step, world_size=world_size, attempt=attempt, if_newest=True)
+        self._is_late = True
+        try:
+            return self._save(state, step=step, world_size=world_size, attempt=attempt, if_newest=True)
+        finally:
+            self._is_late = False
 
     def prepare(self, state: Any) -> None:
         """Make the memory for copies of such a state, in a thread: the first ``save_async`` then waits less."""
@@ -373,6 +381,10 @@ class Snapshots:
             self.generation = max([self.fence.read(), *(age_of(name)[0] for name in self._listed())])
         return self.generation
 
+    def _check_fence(self) -> None:
+        if not self._is_late:
+            self.fence.check(self._own_generation())
+
     def _staged(self, state: Any) -> Any:
         return self._host_copy.take(state)
 
@@ -423,7 +435,7 @@ class Snapshots:
         Raises:
             BlockingIOError: somebody does (see ``commit.locked``).
         """
-        self.fence.check(self._own_generation())
+        self._check_fence()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with commit.locked(self.folder, waits=waits):
             self._remove_leftovers()
@@ -467,12 +479,10 @@ class Snapshots:
 
         The folder is locked, so that nothing in it is of another save.
         """
-        generation = self._own_generation()
-        self.fence.raise_to(generation)
+        self.fence.raise_to(self._own_generation())
         with commit.written_beside(self.folder) as (temporary, beside):
             beside.write(manifest.to_json().encode())
-            may_still = partial(self.fence.check, generation)
-            commit.place(temporary, beside, manifest.name, syncs=syncs, last_word=may_still)
+            commit.place(temporary, beside, manifest.name, syncs=syncs, last_word=self._check_fence)
         self._damaged.discard(manifest.name)
         self._rejected.discard(manifest.name)
         if syncs:
@@ -519,6 +529,8 @@ class Snapshots:
         cannot be read.
         """
         with commit.warned(f"cannot clear up {self.folder}, which is put off to the next save"):
+            if self.fence.read() > self._own_generation():
+                return  # they may be of the next one, that is saving
             names = self._names()
             read = {manifest.stem: manifest.payload for manifest in self.manifests()}
             unread = {name.removesuffix(".json") for name in names if MANIFEST.fullmatch(name)} - read.keys()
