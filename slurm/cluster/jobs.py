@@ -20,6 +20,14 @@ _FILTERS = [
     f"SQUEUE_{what}" for what in ("ACCOUNT", "LICENSES", "NAMES", "PARTITION", "QOS", "STATES", "USERS")
 ]
 """Variables by which squeue leaves out jobs of the user's."""
+_SPARING = [
+    f"SCANCEL_{what}"
+    for what in (
+        "ACCOUNT", "BATCH", "CTLD", "FULL", "HURRY", "INTERACTIVE", "NAME", "PARTITION", "QOS", "STATE", "USER",
+        "VERBOSE", "WCKEY",
+    )
+]  # fmt: skip
+"""Variables by which scancel leaves a job alone and says that all is well, or asks without end whether to cancel it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +161,7 @@ class Slurm:
 
     def cancel(self, job_id: str) -> bool:
         """Cancel a job; nothing where it is over. Whether Slurm has taken it."""
-        status, _, _ = self.run("scancel", job_id)
+        status, _, _ = self.run("scancel", job_id, env=dict.fromkeys(_SPARING))
         return status == 0
 
 

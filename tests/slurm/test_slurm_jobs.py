@@ -252,6 +252,18 @@ def test_a_slurm_that_does_not_answer_is_an_error() -> None:
         slurm(scontrol=(1, "", told)).job("7")
 
 
+def test_a_job_is_cancelled_whatever_variables_the_users_shell_has() -> None:
+    """With SCANCEL_PARTITION scancel left the job alone, with status 0; with SCANCEL_INTERACTIVE it asked for ever."""
+    called: dict[str, Any] = {}
+    answers = {"scancel": (0, "", "")}
+    channel = Recorded(answers)
+    channel.call = lambda op, **args: called.update(args) or Recorded.call(channel, op, **args)  # type: ignore[method-assign, func-returns-value]
+    assert Slurm(channel).cancel("7")  # type: ignore[arg-type]  # all that is called
+    assert called["argv"] == ("scancel", "7")
+    named = {name for name, value in called["env"].items() if value is None}
+    assert {"SCANCEL_PARTITION", "SCANCEL_STATE", "SCANCEL_USER", "SCANCEL_INTERACTIVE"} <= named
+
+
 # --- time, partitions, limits -------------------------------------------------------------------------------
 
 
