@@ -267,7 +267,12 @@ def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int
     for run in members:
         runner.refuse_while_submitted(run)
     with login(restore(members[0].inventory), options) as channel:
-        _record_ends(channel, members, _jobs(Slurm(channel), members))
+        try:
+            _record_ends(channel, members, _jobs(Slurm(channel), members))
+        except Unanswered as error:  # it is cancelled when Slurm does
+            if not all(_arrays(_live(members))):
+                raise  # which job that is, nobody knows
+            print(f"all go on, as far as is known: Slurm does not answer ({error.problem.found})", flush=True)
         if _live(members):
             _stop(channel, members, "kit down")
         else:
@@ -293,7 +298,7 @@ def _stop(channel: HostChannel, members: list[Run], by: str) -> None:
             if time.monotonic() > deadline:
                 raise KitError(
                     f"{sweep_id} is still there {runner.STOP_S:.0f} s after scancel",
-                    cure=f"see squeue --job {','.join(_arrays(live))}",
+                    cure=f"see squeue --job {','.join(_arrays(live))}, then kit down {sweep_id} again",
                 )
             time.sleep(runner.POLL_S)
     _record_ends(channel, live, jobs)

@@ -22,6 +22,7 @@ from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump, load_inventory, restore
 from nodekit.inventory.schema import Host
 from nodekit.slurm import run as runner
+from nodekit.slurm import sweep
 from nodekit.slurm import watch as live
 from nodekit.slurm.cluster import jobs, login
 from nodekit.slurm.cluster.jobs import Job
@@ -199,6 +200,43 @@ def test_kit_down_cancels_a_job_once_the_controller_is_back(
     assert capsys.readouterr().out.startswith(
         "job 7 goes on, as far as is known: Slurm does not answer (login:"
     )
+
+
+@pytest.mark.parametrize("has_job", [True, False])
+def test_kit_down_of_a_sweep_cancels_it_once_the_controller_is_back(
+    folder: tuple[Run, Folder],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_job: bool,
+) -> None:
+    run, channel = folder
+    run.slurm = {**run.slurm, "sweep": "big", "values": "lr=1", "job_id": "7_0" if has_job else ""}
+    channel.files["result.json"] = {}
+    answers: list[Any] = [jobs.Unanswered("login: no answer"), jobs.Unanswered("login: no answer"), {}]
+
+    def asked(*_: object) -> dict[str, Job]:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return {"7_0": Job(job_id="7", state="CANCELLED")}
+
+    cancelled: list[str] = []
+    monkeypatch.setattr(sweep, "login", lambda *_: contextlib.nullcontext(channel))
+    monkeypatch.setattr(runner.Slurm, "jobs", asked)
+    monkeypatch.setattr(runner.Slurm, "job_below", asked)
+    monkeypatch.setattr(runner.Slurm, "cancel", lambda _, job_id: cancelled.append(job_id) or True)
+    monkeypatch.setattr(runner, "POLL_S", 0.02)
+    if not has_job:  # which one that is, only Slurm can tell
+        with pytest.raises(jobs.Unanswered):
+            sweep.down([run], SshOptions())
+        return
+    assert sweep.down([run], SshOptions()) == 0
+    assert not answers
+    assert cancelled == ["7"]
+    assert (run.reload(), run.state)[1] == "stopped"
+    said = capsys.readouterr().out
+    assert said.startswith("all go on, as far as is known: Slurm does not answer (login:")
+    assert said.endswith("big is stopped\n")
 
 
 def test_a_live_view_of_a_success_ends_with_where_everything_is(
