@@ -115,7 +115,10 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
 
 
 def _said_by_tasks(run: Run, channel: HostChannel) -> Cause | None:
-    """Return what the batch script, srun or a task has said last, where the leader had no say; None for nothing."""
+    """Return what the batch script, srun or a task has said last, where the leader had no say; None for nothing.
+
+    Nothing at all is what `set -e` leaves of a line of `slurm.setup` that fails.
+    """
     path = f"{run.slurm['run_dir']}/slurm/{run.slurm['job_id']}_0_log.out"
     try:
         said = [line.strip() for line in read(channel, path).splitlines() if line.strip()]
@@ -123,7 +126,16 @@ def _said_by_tasks(run: Run, channel: HostChannel) -> Cause | None:
         return None
     said = [line for line in said if not _ENDED_TASK.match(line)][-_LAST_LINES:]
     what = f"the job's script or its tasks said last: {'; '.join(said)}"
-    return Cause("slurm-tasks-failed", what, f"see {path} on {channel.host}") if said else None
+    if said:
+        return Cause("slurm-tasks-failed", what, f"see {path} on {channel.host}")
+    if not run.inventory["slurm"]["setup"]:
+        return None
+    what = "the job's script ended before kit's tasks, and nothing was said: a line of slurm.setup may have failed"
+    return Cause(
+        "slurm-setup-failed",
+        what,
+        f"set -x as its first line shows the last one that ran, in {path} on {channel.host}",
+    )
 
 
 def forget_secrets(run: Run, channel: HostChannel) -> None:

@@ -279,3 +279,20 @@ def test_a_job_that_ends_before_its_leader_speaks_is_told_with_what_its_tasks_sa
         "said last: Traceback (most recent call last):; File; ImportError: libcudart.so"
     )
     assert run.cause["cure"] == f"see {log} on login"
+
+
+def test_a_setup_that_ends_the_job_without_a_word_is_told_with_where_to_look(
+    submission: tuple[Run, Inventory, Ready],
+) -> None:
+    """As `set -e` and a line that fails: `kit why` said no more than that Slurm ended the job."""
+    run, inventory, ready = submission
+    assert inventory.slurm is not None
+    failing = inventory.slurm.model_copy(update={"setup": ("set -e", "false")})
+    run.inventory = dump(inventory.model_copy(update={"slurm": failing}))
+    run.slurm = {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
+    run.save()
+    log = Path(ready.run_dir, "slurm", "24_0_log.out")
+    log.write_text("")
+    record_end(run, ready.channel, Job(state="FAILED", job_id="24", reason="NonZeroExitCode"))
+    assert run.cause["what"].endswith("nothing was said: a line of slurm.setup may have failed")
+    assert run.cause["cure"] == f"set -x as its first line shows the last one that ran, in {log} on login"
