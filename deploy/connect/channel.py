@@ -53,7 +53,11 @@ OFFERED = (
 _IMPORT = re.compile(r"^ *from (nodekit\.deploy\.host[\w.]*) import ([\w, ]+)", re.MULTILINE)
 
 # What the host's python is told to run: a program of so many bytes that comes on its stdin.
-BOOT = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'nodekit','exec'))"
+# One that is too old for the program says so, and not what it takes for a mistake in there.
+BOOT = (
+    "import sys;sys.version_info<(3,8) and sys.exit('it is Python %d.%d, wanted 3.10 or newer'%sys.version_info[:2]);"
+    "i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'nodekit','exec'))"
+)
 _READY = b'{"ready": '  # how the first line of that program begins
 
 

@@ -278,6 +278,16 @@ def test_a_python_that_does_not_run_is_an_error_with_its_cure(python: str) -> No
         open_local("here", python)
 
 
+def test_a_python_that_is_too_old_is_told_as_such(tmp_path: Path) -> None:
+    """The `python3` of many a cluster is a 3.6: "future feature annotations is not defined" was all that was said."""
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys;sys.version_info=(3,6,8);$2"\n')
+    python.chmod(0o755)
+    told = r"here: its python does not run \(it is Python 3\.6, wanted 3\.10 or newer\); set `python:` to"
+    with pytest.raises(HostError, match=told):
+        open_local("here", str(python))
+
+
 @pytest.mark.parametrize(
     ("shell", "says"),
     [
