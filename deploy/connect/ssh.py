@@ -228,9 +228,13 @@ class SshConnection:
             channel = self._connection.transport.open_session()
             channel.exec_command(shell_line(command))
         except (paramiko.SSHException, EOFError, OSError) as error:
+            refused = isinstance(error, paramiko.ChannelException)
             raise HostError(
                 self.target.name,
                 f"{self._hops[-1].where} did not start a command: {_words(error)}",
+                cure="its sshd needs a MaxSessions of 1 or more (`sshd -T` there shows it)"
+                if refused
+                else "",
             ) from error
         return SshProcess(channel)
 
@@ -244,7 +248,13 @@ class SshConnection:
             where, transport = self._hops[-1].where, self._connection.transport
             is_lost = transport is None or not transport.is_active()
             found = f"the connection to {where} is lost" if is_lost else f"{where} has no SFTP"
-            raise HostError(self.target.name, f"{found}: {_words(error)}") from error
+            cure = (
+                "install rsync on both machines, or let its sshd have SFTP (in sshd_config: Subsystem sftp "
+                "internal-sftp, and a MaxSessions of 2 or more)"
+            )
+            raise HostError(
+                self.target.name, f"{found}: {_words(error)}", cure="" if is_lost else cure
+            ) from error
 
     def to_port(self, port: int) -> paramiko.Channel:
         """A connection to a port of the host's own loopback, for its `deploy/connect/tunnel.py`.

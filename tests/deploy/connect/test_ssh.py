@@ -73,6 +73,29 @@ def test_tilde_of_the_command_is_the_home_on_the_host(connection: ssh.SshConnect
     assert run(connection, "~/my tools; $x/say", "~/a", "b c") == b"<~/a><b c>"
 
 
+@pytest.mark.parametrize("options", ["MaxSessions 1", "ForceCommand /bin/false"])
+def test_a_host_without_sftp_is_told_with_what_does_without(
+    start_sshd: Start, target: Make, options: str
+) -> None:
+    with contextlib.closing(ssh.connect(target(start_sshd(options=options)))) as connection:
+        taken = connection.exec(["cat"])
+        with pytest.raises(
+            HostError, match=r"has no SFTP: .*; install rsync on both machines, or let its sshd"
+        ):
+            connection.sftp()
+        taken.close()
+
+
+def test_a_host_that_starts_no_command_is_told_with_the_setting(start_sshd: Start, target: Make) -> None:
+    with (
+        contextlib.closing(ssh.connect(target(start_sshd(options="MaxSessions 0")))) as connection,
+        pytest.raises(
+            HostError, match=r"did not start a command: .*; its sshd needs a MaxSessions of 1 or more"
+        ),
+    ):
+        connection.exec(["true"])
+
+
 @pytest.mark.parametrize(
     ("command", "line"),
     [
