@@ -100,6 +100,14 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
 def _world(options: Options, environ: Mapping[str, str] | None = None) -> "World":
     from nodekit.training.world import World
 
+    env = os.environ if environ is None else environ
+    num_tasks = env.get("SLURM_STEP_NUM_TASKS", "")
+    if "RANK" not in env and num_tasks.isdecimal() and int(num_tasks) > 1:
+        raise ValueError(
+            f"this is one of {num_tasks} tasks of srun, and RANK is not set: each would train alone, into the same "
+            "files; start torchrun in one task per node (srun --ntasks-per-node=1 torchrun … -m nodekit.training), use "
+            "kit up, or --ntasks=1 for one process"
+        )
     return World.from_env(
         environ, timeout_s=options.timeout, init_method=options.init_method, backend=options.backend
     )

@@ -1,5 +1,6 @@
 """Who a rank is, from the environment, and the group it forms with the others."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -22,8 +23,10 @@ import torch.distributed as dist
 from agents import until
 
 from nodekit.training import Stop, World
+from nodekit.training import rank as rank_module
 from nodekit.training import world as world_module
 from nodekit.training.group import connections, nccl, recorder
+from nodekit.training.options.arguments import parse
 from nodekit.training.process.stages import KEEPING
 
 TORCHRUN = {
@@ -363,3 +366,15 @@ def test_a_rank_that_was_planned_for_a_gpu_does_not_train_on_the_cpu(monkeypatch
         with pytest.raises(ValueError, match=rf"8 GPU\(s\) are planned for this node, and torch \S+ {why}: "):
             World.from_env({"NODEKIT_NUM_GPUS": "8"})
     assert World.from_env({"NODEKIT_NUM_GPUS": "0"}).device.type == "cpu"
+
+
+@pytest.mark.parametrize(("num_tasks", "is_refused"), [("2", True), ("1", False), ("", False)])
+def test_tasks_of_srun_that_would_train_apart_are_refused(num_tasks: str, *, is_refused: bool) -> None:
+    """`srun -n2 python -m nodekit.training` trained twice, into the same folder."""
+    options = parse([], {})
+    environ = {"SLURM_STEP_NUM_TASKS": num_tasks, "SLURM_PROCID": "1"}
+    refusal = pytest.raises(ValueError, match=r"one of 2 tasks of srun, .*srun --ntasks-per-node=1 torchrun")
+    with refusal if is_refused else contextlib.nullcontext():
+        rank_module._world(options, environ)
+    of_torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    rank_module._world(options, {**environ, **of_torchrun})
