@@ -102,11 +102,13 @@ def _world(options: Options, environ: Mapping[str, str] | None = None) -> "World
 
     env = os.environ if environ is None else environ
     num_tasks = env.get("SLURM_STEP_NUM_TASKS", "")
-    if "RANK" not in env and num_tasks.isdecimal() and int(num_tasks) > 1:
+    # With folders of their own, they may be meant to.
+    trains_apart = "RANK" not in env and num_tasks.isdecimal() and int(num_tasks) > 1
+    if trains_apart and options.output is None:
         raise ValueError(
             f"this is one of {num_tasks} tasks of srun, and RANK is not set: each would train alone, into the same "
             "files; start torchrun in one task per node (srun --ntasks-per-node=1 torchrun … -m nodekit.training), use "
-            "kit up, or --ntasks=1 for one process"
+            "kit up, or give each an --output of its own"
         )
     return World.from_env(
         environ, timeout_s=options.timeout, init_method=options.init_method, backend=options.backend

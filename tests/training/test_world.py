@@ -376,5 +376,6 @@ def test_tasks_of_srun_that_would_train_apart_are_refused(num_tasks: str, *, is_
     refusal = pytest.raises(ValueError, match=r"one of 2 tasks of srun, .*srun --ntasks-per-node=1 torchrun")
     with refusal if is_refused else contextlib.nullcontext():
         rank_module._world(options, environ)
+    rank_module._world(parse(["--output", "mine"], {}), environ)
     of_torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     rank_module._world(options, {**environ, **of_torchrun})

@@ -190,7 +190,7 @@ class EmergencySave:
         if not why_over(error) or not self._world.keeps_steps:
             return None
         if isinstance(error, Fenced) and not self._world.may_stay:
-            return None  # this generation can save nothing any more
+            return None  # who can stay keeps it for the next generation
         self._world.leave_others()
         try:
             step = self._found()
