@@ -240,8 +240,7 @@ def watch(members: list[Run], options: Options) -> int:
                     continue
                 except Unanswered as error:  # their jobs run on
                     if not is_silent:
-                        silent = f"Slurm does not answer ({error.problem.found})"
-                        print(f"all go on, as far as is known: {silent}", flush=True)
+                        print(f"all go on, {error.doubt}", flush=True)
                     is_silent = True
                     time.sleep(LOOK_S)
                     continue
@@ -272,7 +271,7 @@ def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int
         except Unanswered as error:  # it is cancelled when Slurm does
             if not all(_arrays(_live(members))):
                 raise  # which job that is, nobody knows
-            print(f"all go on, as far as is known: Slurm does not answer ({error.problem.found})", flush=True)
+            print(f"all go on, {error.doubt}", flush=True)
         if _live(members):
             _stop(channel, members, "kit down")
         else:

@@ -22,6 +22,7 @@ from typing import Any
 from nodekit.deploy.environment.requirements import Asked, Indexes
 from nodekit.deploy.host.code.venvs import presentable
 from nodekit.deploy.host.files import make_private
+from nodekit.deploy.records.state_folder import cache_folder
 from nodekit.deploy.sync.progress import nothing
 from nodekit.inventory.errors import KitError
 
@@ -110,7 +111,7 @@ def fetch(
             f"environment: the nodes' packages are fetched here, and {sys.executable} has no pip",
             cure=f"{sys.executable} -m ensurepip",
         )
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nodekit/wheels"
+    cache = cache_folder() / "wheels"
     key = sha256(
         json.dumps([asked.digest, platform.markers, platform.libc, [each[:2] for each in has]]).encode()
     ).hexdigest()[:16]

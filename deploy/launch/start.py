@@ -429,7 +429,7 @@ def _record(
             run.earlier = _earlier(run, [node.name for node in planned.nodes])
         run.inventory, run.is_placed = dump(inventory), is_placed
         run.skip_check = options.skip_check
-        # The first start is when it was created: `launch.watch` tells by that whether it was resumed.
+        # The first start is when it was created: see `Run.was_resumed`.
         run.state, run.started, run.ended = "starting", time.time() if resumed else run.created, None
         run.verdict, run.cause = "", {}
         run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}

@@ -242,7 +242,7 @@ def leave_a_supervisor(run: Run, options: Options) -> None:
         )
     # Before, all others would say that nobody looks after this run.
     deadline = time.monotonic() + SUPERVISED_TIMEOUT_S
-    while not locks.is_held(run.folder / "supervisor.lock") and time.monotonic() < deadline:
+    while not locks.is_held(locks.supervisor_lock(run)) and time.monotonic() < deadline:
         if process.poll() is not None:
             if run.as_recorded().state in LIVE:
                 why = f"{run.folder / 'supervisor.log'} says why; {resume_command(run)} supervises it"
@@ -344,7 +344,7 @@ def conclude(run: Run, channels: Mapping[str, HostChannel], verdict: Verdict) ->
         print(f"{run.run_id} was stopped{resume if is_over(run, verdict) else ''}")
     else:
         took = f"{(run.ended or time.time()) - run.started:.0f} s"
-        if run.started != run.created:  # `kit runs` has the time of all its starts
+        if run.was_resumed:  # `kit runs` has the time of all its starts
             took += " since it was resumed"
         print(f"{run.run_id} {verdict.text} in {took}{_result(run, channels, first)}")
     for label, text in rows:

@@ -65,7 +65,7 @@ class SupervisorLock:
     """Only one supervisor acts for a run; others watch, and one of them takes over when it ends."""
 
     def __init__(self, run: Run) -> None:
-        self._path = run.folder / "supervisor.lock"
+        self._path = supervisor_lock(run)
         self._file: IO[str] | None = None
 
     def acquire(self) -> bool:
@@ -93,6 +93,11 @@ class SupervisorLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def supervisor_lock(run: Run) -> Path:
+    """What whoever supervises a run holds."""
+    return run.folder / "supervisor.lock"
 
 
 def is_supervised(run: Run) -> bool:

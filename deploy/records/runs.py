@@ -108,6 +108,11 @@ class Run:
         """What it has for itself in its sweep, as ``lr=1e-3``."""
         return self.slurm.get("values", "")
 
+    @property
+    def was_resumed(self) -> bool:
+        """Whether it has been started again: its first start is when it was created."""
+        return self.started != self.created
+
     def end_or_now(self) -> float:
         """Until when its history goes: its end on record, since its last event may be lost, or now."""
         return self.ended if self.state in ENDED and self.ended else time.time()

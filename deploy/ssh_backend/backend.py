@@ -168,7 +168,7 @@ class SshBackend:
         with cluster.channels(restore(run.inventory).hosts, ssh, some=True) as channels:
             found = _statuses(run, channels)
         is_starting = locks.is_starting(run)
-        is_watched = is_starting or locks.is_held(run.folder / "supervisor.lock")
+        is_watched = is_starting or locks.is_held(locks.supervisor_lock(run))
         state = run.as_recorded().state  # by now
         if state not in runs.ENDED and not is_watched:
             if _end_of(run, found) == "succeeded":

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from nodekit.deploy.host.code import treefiles as host
 from nodekit.deploy.host.files import make_private
-from nodekit.deploy.records.state_folder import state_folder
+from nodekit.deploy.records.state_folder import cache_folder, state_folder
 from nodekit.deploy.sync.selection import IGNORE_FILE, above, select
 from nodekit.inventory.errors import KitError
 
@@ -99,7 +99,7 @@ def list_code(folder: Path) -> Tree:
     # In a home folder. kit writes there meanwhile, so that a sync would never end; and records hold tokens.
     kits = tuple(
         f"{folder.relative_to(root)}/"
-        for folder in (_cache_folder().resolve(), state_folder().resolve())
+        for folder in (cache_folder().resolve(), state_folder().resolve())
         if folder.is_relative_to(root)
     )
     for path in selection.paths:
@@ -216,12 +216,8 @@ def _hashed(root: Path, files: dict[str, os.stat_result], problems: list[str]) -
     return stats
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nodekit"
-
-
 def _cache_file(root: Path) -> Path:
-    return _cache_folder() / "hashes" / f"{sha256(os.fsencode(root)).hexdigest()[:32]}.json"
+    return cache_folder() / "hashes" / f"{sha256(os.fsencode(root)).hexdigest()[:32]}.json"
 
 
 def _remember(cache: Path, stats: dict[str, list[Any]]) -> None:

@@ -69,6 +69,11 @@ class Unanswered(KitError):
             found, cure="try again when Slurm answers (scontrol ping); its jobs run on meanwhile"
         )
 
+    @property
+    def doubt(self) -> str:
+        """What is added to a line that says that jobs go on."""
+        return f"as far as is known: Slurm does not answer ({self.problem.found})"
+
 
 class Slurm:
     """Slurm's commands on one host."""
@@ -181,7 +186,7 @@ class Watched:
         try:
             self.job = self._slurm.job(self._job_id)
         except Unanswered as error:
-            self.line = f"goes on, as far as is known: Slurm does not answer ({error.problem.found})"
+            self.line = f"goes on, {error.doubt}"
             return False
         self.line = self.job.line()
         return self.job.is_over

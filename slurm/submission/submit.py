@@ -61,7 +61,7 @@ def submit(
     except BaseException as error:
         is_told = isinstance(error, (FailedJobError, FailedSubmissionError))
         answer = _problem(_words(str(error))) if is_told else {}
-        if not answer.get("is_unanswered"):  # else Slurm may have the job all the same
+        if "is_unanswered" not in answer:  # else Slurm may have the job all the same
             for each in folders:
                 _remove_secrets(each)
         if is_told:
@@ -79,13 +79,14 @@ def _test(folder: str, parameters: dict[str, Any]) -> dict[str, Any]:
     problem = _ask(folder, parameters)
     if not problem:
         return {}
-    if UNANSWERED.search(problem):
-        return _problem(problem)
+    answer = _problem(problem)
+    if "is_unanswered" in answer:
+        return answer
     further = parameters.get("additional_parameters", {})
     fewer = {key: _without(parameters, key) for key in parameters if key != "additional_parameters"}
     fewer |= {key: {**parameters, "additional_parameters": _without(further, key)} for key in further}
     without = [key for key, each in fewer.items() if key not in OWN and not _ask(folder, each)]
-    return {"problem": problem, "without": without}
+    return {**answer, "without": without}
 
 
 def _problem(said: str) -> dict[str, Any]:

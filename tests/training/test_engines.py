@@ -480,10 +480,18 @@ def test_every_engine_goes_back_to_its_snapshot_and_leaves_a_bad_batch_out(
         assert losses(folder) == pytest.approx(wanted, abs=CLOSE), folder
 
 
-TIED = """
+FEW = """
+from nodekit.training.tasks.digits import Digits, Pixels
+class Few(Digits):
+    def train_data(self):
+        data = super().train_data()
+        return Pixels(data.images[:160], data.labels[:160])
+"""
+TIED = (
+    FEW
+    + """
 import deepspeed
 from torch import nn
-from nodekit.training.tasks.digits import Digits, Pixels
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -495,10 +503,7 @@ class Model(nn.Module):
         for layer in (self.wide, *self.layers):
             values = layer(values.relu())
         return self.last(values)
-class Task(Digits):
-    def train_data(self):
-        data = super().train_data()
-        return Pixels(data.images[:160], data.labels[:160])
+class Task(Few):
     def model(self):
         return Model()
 def initialize(initialize=deepspeed.initialize, **given):
@@ -507,6 +512,7 @@ def initialize(initialize=deepspeed.initialize, **given):
     return initialize(**given)
 deepspeed.initialize = initialize
 """
+)
 
 
 def test_tied_weights_stay_tied_and_are_saved_once(tmp_path: Path) -> None:
@@ -524,9 +530,10 @@ def test_tied_weights_stay_tied_and_are_saved_once(tmp_path: Path) -> None:
         assert once < sum(each.size_bytes.values()) < once + tied
 
 
-EXTRA = """
+EXTRA = (
+    FEW
+    + """
 import torch
-from nodekit.training.tasks.digits import Digits, Pixels
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -538,13 +545,11 @@ class Model(torch.nn.Module):
         return {"num": self.num}
     def set_extra_state(self, state):
         self.num = state["num"]
-class Task(Digits):
-    def train_data(self):
-        data = super().train_data()
-        return Pixels(data.images[:160], data.labels[:160])
+class Task(Few):
     def model(self):
         return Model()
 """
+)
 
 
 def test_extra_state_of_a_module_is_in_snapshots_and_weights(tmp_path: Path) -> None:
@@ -776,10 +781,11 @@ def test_powersgd_sends_more_than_one_bucket(tmp_path: Path) -> None:
     assert len(losses(tmp_path)) == 17
 
 
-FROZEN = """
+FROZEN = (
+    FEW
+    + """
 import torch
 from torch import nn
-from nodekit.training.tasks.digits import Digits, Pixels
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -789,10 +795,7 @@ class Model(nn.Module):
         self.second.bias.requires_grad_(False)
     def forward(self, images):
         return self.last(self.second(self.first(images.flatten(1)).relu()))
-class Task(Digits):
-    def train_data(self):
-        data = super().train_data()
-        return Pixels(data.images[:160], data.labels[:160])
+class Task(Few):
     def model(self):
         return Model()
     def optimizer(self, model, lr):
@@ -800,6 +803,7 @@ class Task(Digits):
         groups = [[*model.first.parameters()], unused, [model.unused.weight]]
         return torch.optim.AdamW([{"params": each} for each in groups], lr)
 """
+)
 
 
 def test_parameters_that_are_frozen_or_not_used_have_no_moments_to_share_out(tmp_path: Path) -> None:
@@ -844,19 +848,18 @@ def test_what_nobody_has_written_in_a_rank_s_part_of_the_weights_is_no_weight(
     assert losses(tmp_path) == pytest.approx({step: by_ddp[step] for step in range(1, 24)}, abs=5e-4)
 
 
-HEAD = """
+HEAD = (
+    FEW
+    + """
 import torch
-from nodekit.training.tasks.digits import Digits, Pixels
-class Task(Digits):
-    def train_data(self):
-        data = super().train_data()
-        return Pixels(data.images[:160], data.labels[:160])
+class Task(Few):
     def optimizer(self, model, lr):
         *body, weight, bias = model.parameters()
         for each in body:
             each.requires_grad_({needs_gradients})
         return torch.optim.AdamW([weight, bias], lr)
 """
+)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 1])
