@@ -189,10 +189,7 @@ class Loop:
             track=options.track,
             settings=asdict(options),
         )
-        always_trained = getattr(self.engine, "always_trained", None)
-        self.waits = Waits(
-            self.world.device, self.world.progress_file, rank=self.world.rank, always_trained=always_trained
-        )
+        self.waits = Waits(self.world.device, self.world.progress_file, rank=self.world.rank)
         how = loading(options, self.world, self.task)
         self.evaluation = Evaluation(self.task, data, self.world, self.report, how, options.eval_batch_size)
 
@@ -327,7 +324,7 @@ class Loop:
                     loss_sum = loss_sum + part_of_loss(loss, micro.share, self.world.device)
                     if micro.is_last:
                         self._start_sum(loss_sum)
-                    is_plain = micro.weight == 1 and self.waits.takes_any_loss
+                    is_plain = micro.weight == 1 and not self.waits.is_measured
                     loss_part = loss if is_plain else loss * micro.weight
                     with self.waits.backward(loss_part):
                         self.engine.backward(loss_part)
@@ -375,7 +372,7 @@ class Loop:
 
     @property
     def _epoch_ends(self) -> bool:
-        return not self.sampler.steps_left
+        return self.sampler.offset >= self.sampler.num_samples
 
     @property
     def _evaluates(self) -> bool:

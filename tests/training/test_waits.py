@@ -1,5 +1,6 @@
 """A rank says how long it waits, for others and for its data."""
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -27,34 +28,29 @@ class _WaitsAtTheEnd(torch.autograd.Function):
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file, in which each step is told, and all but the first are measured."""
     monkeypatch.setattr(waits, "_TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(waits, "_LONG_S", 0.0)
     return tmp_path / ".waits3"
 
 
-@pytest.mark.parametrize(
-    "is_known", [False, True], ids=["by a hook on the loss", "by a parameter that is known"]
-)
-def test_what_is_waited_at_the_end_of_a_backward_pass_is_told_from_the_pass(
-    told: Path, is_known: bool
-) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    known = parameter if is_known else None
-    own = Waits(torch.device("cpu"), told.with_name("rank3"), rank=3, always_trained=known)
+def test_what_is_waited_at_the_end_of_a_backward_pass_is_told_from_the_pass(told: Path) -> None:
+    own = Waits(torch.device("cpu"), told.with_name("rank3"), rank=3)
     own.step()
     assert not told.exists(), "the first step has what is slow only once"
     begin = time.monotonic()
+    batches = own.loading(iter(range(2)))
+    assert list(batches) == [0, 1]
+    loading_s, begin = time.monotonic() - begin, time.monotonic()
     for _ in range(2):
         loss = _WaitsAtTheEnd.apply(torch.ones((), requires_grad=True)) * 2
         with own.backward(loss):
-            torch.autograd.backward([loss, parameter], [None, torch.ones(1)])
+            loss.backward()
     took_s = time.monotonic() - begin
     begin = time.monotonic()
     with own.for_others():
         time.sleep(0.03)
-    others_s, begin = time.monotonic() - begin, time.monotonic()
-    batches = own.loading(iter(range(2)))
-    assert list(batches) == [0, 1]
-    loading_s = time.monotonic() - begin
+    others_s = time.monotonic() - begin
     own.step()
     found = json.loads(told.read_text())
     assert found["steps"] == 1
@@ -77,6 +73,45 @@ def test_the_time_until_a_batch_comes_is_told(told: Path) -> None:
         pass
     own.step()
     assert json.loads(told.read_text())["loading_s"] >= 0.06
+
+
+def test_one_in_four_short_steps_is_measured_the_same_on_all_ranks(
+    told: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "_LONG_S", 60.0)
+    ranks = [Waits(torch.device("cpu"), told.with_name("rank3"), rank=rank) for rank in range(3)]
+    measured = []
+    for step in range(400):
+        for rank in ranks:
+            rank.step()
+        assert len({rank.is_measured for rank in ranks}) == 1
+        if ranks[0].is_measured and step:  # the second of all is measured in any case
+            measured.append(step)
+    apart = {after - before for before, after in itertools.pairwise(measured)}
+    assert apart == set(range(1, 8)), "in no rhythm, which that of a loader's workers might be"
+    assert 80 <= len(measured) <= 120
+
+
+def test_what_is_not_measured_leaves_no_hook_and_counts_nowhere(
+    told: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "_LONG_S", 60.0)
+    own = Waits(torch.device("cpu"), told.with_name("rank3"), rank=3)
+    num_measured = 0
+    for _ in range(30):
+        own.step()
+        num_measured += own.is_measured
+        assert list(own.loading(iter(range(2)))) == [0, 1]
+        loss = torch.ones((), requires_grad=True) * 2
+        with own.backward(loss):
+            loss.backward()  # type: ignore[no-untyped-call]
+        assert bool(loss._backward_hooks) == own.is_measured
+        with own.for_others():
+            time.sleep(0 if own.is_measured else 0.01)
+    own.step()
+    found = json.loads(told.read_text())
+    assert found["steps"] == num_measured < 15
+    assert found["waited_s"] < 0.01 <= found["seconds"] + 0.01
 
 
 def test_a_disk_that_is_full_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

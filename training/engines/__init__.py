@@ -23,8 +23,7 @@ class Engine(Protocol):
     """What the training loop needs of an engine.
 
     One that can sum numbers over the ranks with a step's last backward pass also has ``start_sum(numbers)``: the loop
-    calls it right before that pass, and what it returns gives the sums after it. If a parameter has a part in every
-    backward pass, whatever the task's loss is of, the engine may name it ``always_trained``.
+    calls it right before that pass, and what it returns gives the sums after it.
     """
 
     model: "torch.nn.Module"

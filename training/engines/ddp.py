@@ -30,7 +30,7 @@ class Engine(single.Engine):
         takes_more = not isinstance(module, torch.jit.ScriptModule)
         if is_plain and takes_more and device.type == "cpu" and self.world.world_size > 1:
             self._sums = GradientSums(module, self.world.rank, self.world.world_size)
-            self.start_sum, self.always_trained = self._sums.start, self._sums.parameter
+            self.start_sum = self._sums.start
         with nullcontext() if self._sums is None else self._sums.found_in_module():
             model = DistributedDataParallel(
                 module,

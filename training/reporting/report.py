@@ -26,7 +26,7 @@ log = logging.getLogger("nodekit.training")
 _LINE_EVERY_S = 5.0
 _PROGRESS_EVERY_S = 0.5
 _PROGRESS_BYTES = 80
-_POINT_EVERY_S, _POINT_EVERY = 0.05, 1 / 250
+_POINT_EVERY_S, _POINT_EVERY = 0.05, 1 / 50
 """Quicker steps are not all drawn, and fewer the longer an attempt lasts (one in this part of it), but two a second.
 
 A point costs 50 to 200 µs, TensorBoard shows 1,000, and metrics.jsonl has all.

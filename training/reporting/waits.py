@@ -1,11 +1,13 @@
 """How long a rank waits for others and for its data: kit compares the ranks, and names the one that others wait for."""
 
 import json
+import math
 import os
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,52 +17,55 @@ from nodekit.training.process.devices import module_of
 
 T = TypeVar("T")
 
+_NOTHING = nullcontext()
 _TELL_EVERY_S = 1.0
 _BYTES = 160
+_LONG_S, _MOST_APART = 0.25, 7
+"""Of steps that are shorter, one in four is measured, the next at most so many later.
+
+It takes 0.1 ms. Which one is drawn: data loaded by several workers comes as many batches at a time.
+"""
 
 
 class Waits:
-    """Adds up the seconds in which this rank waits, and writes the sums beside its progress file.
+    """Adds up the seconds in which this rank waits in the steps that are measured, and writes them beside its progress.
 
     On a GPU waiting is measured there, by events around the end of the backward pass: the CPU only sees that the GPU
     is not done.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        progress_file: Path | None,
-        *,
-        rank: int,
-        always_trained: torch.nn.Parameter | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, progress_file: Path | None, *, rank: int) -> None:
         """Nothing is waited for yet.
 
         Args:
             device: of this rank.
             progress_file: this rank's; None: nothing is written.
             rank: this one's number.
-            always_trained: a parameter that has a part in every backward pass, if one is known: a hook for each pass
-                would take 50 µs.
         """
         self._is_on_gpu = device.type != "cpu"
         self._device_module: Any = module_of(device.type)
         self._file = progress_file.with_name(f".waits{rank}") if progress_file else None
         self._events: deque[tuple[Any, Any]] = deque()
-        self._began: float | None = None
+        self.is_measured = False
+        """Whether the present step is."""
+        self._num_left = 0  # steps until the next one that is
+        self._apart = random.Random(0)  # noqa: S311  # the same on all ranks
+        self._began, self._ended = 0.0, -math.inf  # when the measured step did, and the last one
         self._told = 0.0
-        self._steps, self._waited_s, self._loading_s = 0, 0.0, 0.0
+        self._steps, self._seconds, self._waited_s, self._loading_s = 0, 0.0, 0.0, 0.0
         self._pass, self._for_others = _Around(self._pass_ends), _Around(self._others_are_there)
         self._is_there: Any = None
         """When all gradients of this rank were there, in the present backward pass."""
         self._waits_since = 0.0
-        self.takes_any_loss = always_trained is not None
-        """Whether the loss gets no hook."""
-        if always_trained is not None:
-            always_trained.register_hook(self._pass_begins)  # type: ignore[no-untyped-call]
 
     def loading(self, source: Iterator[T]) -> Iterator[T]:
-        """The same, with the time that each takes to come added up."""
+        """The same, with the time that each takes to come added up; a step begins with it."""
+        if not self.is_measured:
+            return source
+        self._began = time.monotonic()
+        return self._timed(source)
+
+    def _timed(self, source: Iterator[T]) -> Iterator[T]:
         while True:
             begin = time.monotonic()
             try:
@@ -73,12 +78,13 @@ class Waits:
     def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Around a backward pass: what engines wait for at its end, when all gradients of this rank are there.
 
-        Unless `takes_any_loss`, the loss is to be a tensor that was made for this: a hook stays on it, and is to come
+        If the step `is_measured`, the loss is to be a tensor that was made for this: a hook stays on it, and is to come
         before those that an engine has on what the model returns.
         """
+        if not self.is_measured:
+            return _NOTHING
         self._is_there = None
-        if not self.takes_any_loss:
-            loss.register_hook(self._pass_begins)  # type: ignore[no-untyped-call]
+        loss.register_hook(self._pass_begins)  # type: ignore[no-untyped-call]
         return self._pass
 
     def _pass_begins(self, _: torch.Tensor) -> None:
@@ -105,6 +111,8 @@ class Waits:
 
     def for_others(self) -> AbstractContextManager[None]:
         """Around waiting for a collective; on a GPU what is waited for is its own work too, and does not count."""
+        if not self.is_measured:
+            return _NOTHING
         self._waits_since = time.monotonic()
         return self._for_others
 
@@ -118,16 +126,21 @@ class Waits:
             begin, end = self._events.popleft()
             self._waited_s += begin.elapsed_time(end) / 1000
         now = time.monotonic()
-        if self._began is None:  # the first step has all that is slow only once
-            self._began, self._steps, self._waited_s, self._loading_s = now, 0, 0.0, 0.0
-            return
-        self._steps += 1
-        if self._file is None or now - self._told < _TELL_EVERY_S:
+        if self.is_measured:
+            self._steps += 1
+            self._seconds += now - self._began
+        if self._num_left == 0:
+            self._num_left = self._apart.randint(1, _MOST_APART)
+        self._num_left -= 1
+        # The second is the first one: the first has all that is slow only once.
+        self.is_measured = self._num_left == 0 or now - self._ended >= _LONG_S
+        self._ended = now
+        if self._file is None or not self._steps or now - self._told < _TELL_EVERY_S:
             return
         self._told = now
         sums = {
             "steps": self._steps,
-            "seconds": round(now - self._began, 3),
+            "seconds": round(self._seconds, 3),
             "waited_s": round(self._waited_s, 3),
             "loading_s": round(self._loading_s, 3),
         }
