@@ -81,7 +81,7 @@ class Report:
         self._last_point = self._last_slow_curves = 0.0
         self._curves: Curves | None = None
         self._attempt = ""
-        self._progress_text = ""
+        self._place: tuple[int, float] | None = None  # epoch and loss of the last step
         self._open_metrics(step, is_evaluated=is_evaluated)
         self._tracker = self._start_tracker(track, settings or {}) if track and world.is_main else None
         self._progress = self._open_progress()
@@ -134,15 +134,17 @@ class Report:
                 self.say(f"first step {age_s:.2f} s after the start of the process")
         self._step = step
         self._num_samples += num_samples
-        self._progress_text = text = f"epoch {epoch} loss {loss:.4f}"
+        self._place = epoch, loss
         self.alive(at_once=step == self._total_steps)
         rate = self._num_samples / max(now - self._started, 1e-9)
         if self._bar is not None:
             self._bar.update()
-            self._bar.set_postfix_str(f"{text} {rate:.0f} samples/s", refresh=False)
+            self._bar.set_postfix_str(f"{self._progress_text} {rate:.0f} samples/s", refresh=False)
         elif now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
-            self.say(f"step {step}/{self._total_steps} {text} lr {lr:.3g} {rate:.0f} samples/s")
+            self.say(
+                f"step {step}/{self._total_steps} {self._progress_text} lr {lr:.3g} {rate:.0f} samples/s"
+            )
         if self._world.is_first_on_node:
             # By the time it ended: with local SGD, many steps are reported at once.
             point_every_s = max(
@@ -164,6 +166,10 @@ class Report:
                 )
         if self._timed_from_s is None:
             self._timed_from_s = time.monotonic()
+
+    @property
+    def _progress_text(self) -> str:
+        return "" if self._place is None else "epoch {} loss {:.4f}".format(*self._place)
 
     def leave_out(self) -> None:
         """Do not count the time since the last step, which was an evaluation or a snapshot."""
