@@ -249,6 +249,13 @@ def addresses(
         wrong = {backend: other for backend, other in takes.items() if other != address}
         if not wrong:
             continue
+        # The kernel lists IPv4 before IPv6, whatever was added first; of IPv4 the oldest first, of IPv6 the newest.
+        if ":" in own[0]:
+            first = f"sudo ip address del {address} dev {interface}, and add it again: of IPv6, the newest is the first"
+        elif ":" in address:
+            first = f"name the network of {own[0]} as `network:`"
+        else:
+            first = f"sudo ip address del {own[0]} dev {interface}, and add it again behind {address}"
         told = f"{' and '.join(wrong)} will take {' or '.join(dict.fromkeys(wrong.values()))}"
         findings.append(
             Finding(
@@ -257,8 +264,7 @@ def addresses(
                 "warning",
                 f"{interface} has {len(own)} addresses, and {told}, its first, which cannot be chosen",
                 f"{address} as the first, or on an interface of its own",
-                f"sudo ip address del {own[0]} dev {interface}, and add it again behind {address}; or give {address} "
-                "an interface of its own (a VLAN or macvlan) and name that",
+                f"{first}; or give {address} an interface of its own (a VLAN or macvlan) and name that",
             )
         )
     return findings
