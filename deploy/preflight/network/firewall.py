@@ -175,7 +175,10 @@ def cure(
         between = f"(a cloud's security group, a switch): let TCP {address} → {addresses[target]} through"
         way = f"no rule on either host is seen to do it; look between them {between}"
         return way, f"{target} has {tool}" if tool else ""
-    return f"on {target}: {command.format(address=address)}", f"{target} has {tool}" if tool else ""
+    command = command.format(address=address)
+    if ":" in address:  # iptables knows IPv4 only
+        command = command.replace("iptables", "ip6tables")
+    return f"on {target}: {command}", f"{target} has {tool}" if tool else ""
 
 
 def _nft(rule: Rule, way: str) -> str:

@@ -465,6 +465,22 @@ def test_the_cure_is_in_the_language_of_the_hosts_firewall(tool: str, cure: str)
     assert said == cure
 
 
+def test_of_ipv6_the_rules_are_those_of_ip6tables() -> None:
+    said, _ = firewall.cure(
+        {"b": {"tool": "iptables", "rules": "", "may_see": True}}, source="a", target="b", port=29500,
+        addresses={"a": "fd00::3", "b": "fd00::1"}, interfaces={"a": "eth0", "b": "eth1"},
+    )  # fmt: skip
+    assert said == "on b: sudo ip6tables -I INPUT -s fd00::3 -j ACCEPT"
+
+
+def test_a_host_that_filters_ipv6_alone_has_a_firewall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rules in (("nft", ""), ("iptables", "-P INPUT ACCEPT"), ("ip6tables", "-P INPUT DROP")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{rules}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert netstate.firewall()["tool"] == "iptables"
+
+
 def sysfs(root: Path, ports: dict[str, dict[str, str]], interface: str = "ib0") -> str:
     """A /sys/class/infiniband as the kernel lays it out: device → file → its line."""
     for device, files in ports.items():

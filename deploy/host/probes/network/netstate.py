@@ -290,7 +290,8 @@ def firewall() -> Firewall:
 
     rules = say("nft", "--handle", "list", "ruleset")
     tool = "nftables" if " hook " in rules else ""
-    if not tool and ("DROP" in say("iptables", "-S") or "REJECT" in say("iptables", "-S")):
+    tables = "" if tool else say("iptables", "-S") + say("ip6tables", "-S")
+    if "DROP" in tables or "REJECT" in tables:
         tool = "iptables"
     if any(
         line.strip().lower() == "enabled=yes" for line in files.read_text("/etc/ufw/ufw.conf").splitlines()
