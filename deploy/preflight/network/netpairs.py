@@ -30,7 +30,7 @@ FEW = 4  # up to this number of failures are tried alone without a second joint 
 # For a pair that is tried alone: SYNs are sent again after 1 and 3 s.
 ALONE_S, LEAST_ALONE_S = 5.0, 2.4
 _RESERVE_S = 1.2  # time reserved for the questions after the pairs
-LADDER = (1280, 1400, 1450, 1500, 2044, 4092, 9000)
+LADDER = (576, 1000, 1200, 1280, 1400, 1450, 1500, 2044, 4092, 9000)
 """Common packet sizes, to find the largest that passes."""
 _ARRIVAL_S = 0.5  # for a datagram to arrive
 _SPARE_S = 1.0  # part of a call's time limit for the round trip

@@ -13,6 +13,7 @@ from nodekit.deploy.preflight.network import firewall
 
 MAX_PACKET = 65535
 _MAX_COMMANDS = 3
+_LEAST_MTU = {4: 576, 6: 1280}  # by the version of IP: below it, the kernel takes IPv6 off the interface
 # outcome → description of the ports
 _WORDS = {
     "dropped": "dropped (no answer)",
@@ -282,15 +283,18 @@ def _packet_findings(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:
         a, b = (ends[name] for name in group.pairs[0])
         wanted, passes = lost[group.pairs[0]]
         which = [ends[name] for name in dict.fromkeys(name for key in group.pairs for name in key)]
+        version = 6 if ":" in a.address else 4
         cures = [f"on {end.host}: sudo ip link set {end.interface} mtu {passes}" for end in which]
         if len(cures) > _MAX_COMMANDS:
             cures[_MAX_COMMANDS:] = [f"so on all {len(which)}"]
+        cures.append("or raise the MTU of the switch")
+        if passes < (least := _LEAST_MTU[version]):
+            cures = [f"raise the MTU of the switch, or of the tunnel: IPv{version} needs {least} or more"]
         what = (
             f"{group.words}packets of {wanted} bytes are lost on the way, of {passes} pass; "
             f"{a.interface} of {a.host} has MTU {a.mtu}, {b.interface} of {b.host} {b.mtu}: "
             "something between them has a smaller one"
         )
-        cure = "; ".join([*cures, "or raise the MTU of the switch"])
         to_pass = f"packets of {wanted} bytes to pass unfragmented"
-        found.append(Finding("network", group.host, "failure", what, to_pass, cure, group.hosts))
+        found.append(Finding("network", group.host, "failure", what, to_pass, "; ".join(cures), group.hosts))
     return found

@@ -781,6 +781,30 @@ def test_of_two_mtus_that_are_as_common_the_smaller_one_is_advised() -> None:
     assert (found.host, found.cure) == ("n1", "on n1: sudo ip link set eth0 mtu 1500")
 
 
+@pytest.mark.parametrize(
+    ("network", "passes", "cure"),
+    [("10.0.0.", 1200, "on a: sudo ip link set eth1 mtu 1200; on b: sudo ip link set eth2 mtu 1200; or raise the MTU"),
+     ("10.0.0.", 256, "raise the MTU of the switch, or of the tunnel: IPv4 needs 576 or more"),
+     ("fd00::", 1280, "on a: sudo ip link set eth1 mtu 1280; on b: sudo ip link set eth2 mtu 1280; or raise the MTU"),
+     ("fd00::", 1200, "raise the MTU of the switch, or of the tunnel: IPv6 needs 1280 or more")],
+)  # fmt: skip
+def test_no_mtu_is_advised_with_which_the_interface_would_lose_its_address(
+    network: str, passes: int, cure: str
+) -> None:
+    ends = {
+        name: outcomes.End(
+            host=name, address=f"{network}{number}", interface=f"eth{number}", mtu=1500, ports=(29500,),
+            udp_port=5000, port_range=(32768, 60999),
+        )
+        for number, name in enumerate("ab", start=1)
+    }  # fmt: skip
+    pair = outcomes.Pair(
+        source="a", target="b", connects=(29500,), failed={}, words={}, unsent={}, arrived=frozenset({256, passes})
+    )
+    (found,) = outcomes.findings({("a", "b"): pair}, ends, {}, port=29500, port_matters=True)
+    assert found.cure.startswith(cure)
+
+
 def test_packets_that_leave_by_another_way_than_the_chosen_interface_are_a_warning() -> None:
     ends = {
         name: outcomes.End(
