@@ -39,6 +39,7 @@ from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Environment, Inventory
 
 STARTED_TIMEOUT_S = 120.0
+_NOT_REACHED = "is there a firewall between them? kit check tries every pair of hosts, also with full-size packets"
 
 
 def gather_facts(
@@ -353,8 +354,11 @@ class _Starting:
             with run.changing():
                 _refuse_stopped(run)  # it came before the go of some, or between the gos
                 run.state = "running"
-            _wait_started(client, active)
-            said.append(f"{count(len(active), 'node')}, world size {planned.world_size}")
+            started = _wait_started(client, active)
+            world_size = sum(node.nproc_per_node for node in planned.active if node.name in started)
+            said.append(f"{count(len(started), 'node')}, world size {world_size}")
+            if absent := [name for name in active if name not in started]:
+                said.append(f"{', '.join(absent)} not yet with the others: {_NOT_REACHED}")
             if len(active) < len(client.channels):
                 said.append(count(len(client.channels) - len(active), "spare"))
 
@@ -475,8 +479,11 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
     return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
 
 
-def _wait_started(client: NodeClient, names: Sequence[str]) -> None:
-    """Until workers run on every node (or a node has more to say than that).
+def _wait_started(client: NodeClient, names: Sequence[str]) -> list[str]:
+    """Wait until workers run (or a node has more to say than that); return the nodes where that is so.
+
+    These are all nodes, unless enough of them have begun without the others: a node that cannot reach them is no reason
+    to stop a job that trains.
 
     Raises:
         HostError: an agent ended at once, or the nodes did not find each other in time.
@@ -484,11 +491,17 @@ def _wait_started(client: NodeClient, names: Sequence[str]) -> None:
     """
     deadline = time.monotonic() + STARTED_TIMEOUT_S
     is_in_vain = threading.Event()  # one has ended, and the others would wait for it until the deadline
+    started: list[str] = []
+    members: set[str] = set()
 
     def wait(name: str) -> None:
         while not is_in_vain.is_set():
             status = client.status(name)
             if status.get("state") in ("running", "waiting", *runs.ENDED):
+                members.update(status.get("members", ()), [name] if status["state"] == "succeeded" else [])
+                started.append(name)
+                return
+            if members and name not in members:
                 return
             if not status["alive"]:
                 is_in_vain.set()
@@ -500,7 +513,7 @@ def _wait_started(client: NodeClient, names: Sequence[str]) -> None:
                     name,
                     f"still {status.get('state', 'starting')} after {STARTED_TIMEOUT_S:.0f} s: the nodes do "
                     "not reach each other",
-                    cure="is there a firewall between them?",
+                    cure=_NOT_REACHED,
                 )
             time.sleep(0.05)
 
@@ -509,3 +522,4 @@ def _wait_started(client: NodeClient, names: Sequence[str]) -> None:
     except KitError:
         _refuse_stopped(client.run)  # that is why an agent has ended
         raise
+    return started

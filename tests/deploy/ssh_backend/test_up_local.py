@@ -355,6 +355,20 @@ def test_an_agent_that_ends_at_once_is_told_of_at_once_though_the_others_wait_fo
         start._wait_started(client, list(nodes))
 
 
+@pytest.mark.parametrize("state", ["running", "succeeded"])
+def test_nodes_that_train_are_not_stopped_for_one_that_cannot_reach_them(state: str) -> None:
+    members = ["a", "b"] if state == "running" else []
+    nodes: dict[str, Any] = {
+        "a": {"alive": True, "state": state, "members": members},
+        "b": {"alive": True, "state": state, "members": members},
+        "c": {"alive": True, "state": "orphaned"},
+    }
+    client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=SimpleNamespace(run_id="r", stopped_by="")))
+    began = time.monotonic()
+    assert sorted(start._wait_started(client, list(nodes))) == ["a", "b"]
+    assert time.monotonic() - began < start.STARTED_TIMEOUT_S / 2
+
+
 # It ends when the other one has begun, too: who begins late would be ended before it has said so.
 BEGINS = """
 import os, pathlib, sys, time
