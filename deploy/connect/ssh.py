@@ -64,7 +64,8 @@ def connect(
         notice=notice,
     )
     try:
-        config = fabric.Config(ssh_config=sshconfig.read(Path.home()), lazy=True)
+        known = {"User": target.user, "Port": target.port}  # a ProxyCommand may name them, as %r and %p
+        config = fabric.Config(ssh_config=sshconfig.read(Path.home(), target.address, known), lazy=True)
         connection = fabric.Connection(target.address, user=target.user, port=target.port, config=config)
     except sshconfig.ConfigError as error:
         raise HostError(target.name, *error.problem) from error
@@ -95,8 +96,7 @@ def _open(connection: Any, hops: list[Client], target: SshTarget) -> None:
             f"{connection.host}:{connection.port} ({error.text})",
             cure="is the host up, and does the jump host's sshd allow forwarding?",
         ) from error
-    except (paramiko.SSHException, EOFError, OSError, ValueError) as error:
-        # ValueError is a ProxyCommand's, with a quote that is not closed.
+    except (paramiko.SSHException, EOFError, OSError) as error:
         _close_all(hops)
         raise HostError(
             target.name, f"connecting to {connection.host}:{connection.port} failed: {_words(error)}"
@@ -114,6 +114,10 @@ def _equip(connection: Any, settings: Settings) -> list[Client]:
         if str(connection.ssh_config.get("proxyjump", "")).lower() == "none":
             connection.gateway = None
         proxy = connection.gateway if isinstance(connection.gateway, str) else None
+        if (
+            proxy is not None
+        ):  # the client runs it: paramiko would do so without a shell, and not notice its end
+            connection.gateway = None
         client = Client(
             settings, connection.ssh_config, original=connection.original_host, jump=jump, proxy_command=proxy
         )

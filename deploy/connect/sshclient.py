@@ -6,9 +6,11 @@ keys until the host hangs up.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -100,6 +102,7 @@ class Client:
         self.original = original
         self.proxy_command = proxy_command
         self._jump = jump
+        self._proxy: _Proxy | None = None
         self._transport: paramiko.Transport | None = None
         self._agent: paramiko.Agent | None = None
         self.host, self.port, self.user = "", 22, ""
@@ -133,7 +136,10 @@ class Client:
         clock = self._settings.clock
         phase = "connect"
         try:
-            if sock is None:
+            if self.proxy_command:
+                self._proxy = _Proxy(self.proxy_command)
+                sock = self._proxy.socket
+            elif sock is None:
                 sock = self._tcp()
             phase = "say the SSH greeting and agree on keys"
             transport = self._transport = paramiko.Transport(sock)
@@ -143,10 +149,10 @@ class Client:
             self._login(transport)
             transport.set_keepalive(KEEPALIVE_S)
         except TimeIsUpError:
-            raise self.problem(
-                f"{self.where} did not {phase} within {clock.timeout_s:g} s",
-                cure="is it overloaded, or a firewall in between?",
-            ) from None
+            found = f"{self.where} did not {phase} within {clock.timeout_s:g} s"
+            if self._proxy is not None and not self._is_greeted:
+                raise self._no_proxy(self._proxy, found) from None
+            raise self.problem(found, cure="is it overloaded, or a firewall in between?") from None
         except sshconfig.ConfigError as error:
             raise self.problem(*error.problem) from error
         finally:
@@ -154,6 +160,16 @@ class Client:
                 self.close()
                 if sock is not None:
                     sock.close()  # a transport that did not start leaves it open
+
+    @property
+    def _is_greeted(self) -> bool:
+        return self._transport is not None and bool(self._transport.remote_version)
+
+    def _no_proxy(self, proxy: _Proxy, found: str) -> HostError:
+        """Say that nobody greets at the other end of the ProxyCommand, and what it says of that."""
+        said = proxy.last_words()
+        cure = f"see what this does here, which ~/.ssh/config has for {self.original}: {self.proxy_command}"
+        return self.problem(found + (f" ({said})" if said else ""), cure=cure)
 
     def _tcp(self) -> socket.socket:
         clock = self._settings.clock
@@ -213,6 +229,9 @@ class Client:
             transport.start_client(timeout=clock.left_s())
         except (paramiko.SSHException, EOFError, OSError) as error:
             clock.left_s()
+            if self._proxy is not None and not self._is_greeted:
+                found = f"the ProxyCommand to {self.where} did not lead to an SSH server"
+                raise self._no_proxy(self._proxy, found) from error
             if not transport.remote_version:
                 raise self.problem(
                     f"{self.where} took the connection but did not greet as an SSH server",
@@ -342,9 +361,49 @@ class Client:
         """Close the connection."""
         if self._transport is not None:
             self._transport.close()
+        if self._proxy is not None:
+            self._proxy.close()
         if self._agent is not None:
             self._agent.close()
             self._agent = None
+
+
+class _Proxy:
+    """A ProxyCommand, run by the user's shell as ssh does: it may have a ~ or a variable in it."""
+
+    def __init__(self, command: str) -> None:
+        """Start it; `socket` leads to its stdin and stdout, and ends when it does."""
+        self.socket, far = socket.socketpair()
+        argv = [os.environ.get("SHELL") or "/bin/sh", "-c", f"exec {command}"]
+        try:
+            with far:
+                self._process = subprocess.Popen(argv, stdin=far, stdout=far, stderr=subprocess.PIPE)
+        except BaseException:
+            self.socket.close()
+            raise
+        self._lines: collections.deque[bytes] = collections.deque(maxlen=4)
+        # Nobody reading stderr would stop it once the pipe is full.
+        self._thread = threading.Thread(target=self._read_stderr, name="proxy-stderr", daemon=True)
+        self._thread.start()
+
+    def _read_stderr(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stderr:
+            while line := stderr.readline(4096):
+                if line.strip():
+                    self._lines.append(line)
+        self._process.wait()
+
+    def last_words(self) -> str:
+        """Return the last line that it wrote to stderr."""
+        self._thread.join(0.5)  # if it has ended, this is about to have been read
+        lines = list(self._lines)
+        return lines[-1].decode("utf-8", "replace").strip() if lines else ""
+
+    def close(self) -> None:
+        """End it."""
+        self.socket.close()
+        self._process.terminate()
 
 
 def _connected(found: Any, timeout_s: float) -> socket.socket:

@@ -24,11 +24,16 @@ class ConfigError(KitError):
     """A configuration file of ssh is not right; the message names it."""
 
 
-def read(home: Path) -> paramiko.SSHConfig:
-    """The user's and the system's configuration; the first value found for a host counts, as in ssh."""
+def read(home: Path, host: str = "", known: Mapping[str, Any] | None = None) -> paramiko.SSHConfig:
+    """The user's and the system's configuration; the first value found for a host counts, as in ssh.
+
+    What is `known` of a host that is not None counts before that, as what ssh is given as options does.
+    """
     import paramiko
 
     config = paramiko.SSHConfig()
+    given = [f"  {name} {value}" for name, value in (known or {}).items() if value is not None]
+    config.parse(io.StringIO("\n".join([f"Host {host}", *given] if given else [])))
     for file, base in ((home / ".ssh/config", home / ".ssh"), (_SYSTEM / "ssh_config", _SYSTEM)):
         try:
             if file.is_file():

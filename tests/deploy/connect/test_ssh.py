@@ -356,7 +356,10 @@ def test_jump_host_that_jumps_through_itself_is_an_error(own_home: Path) -> None
         ('Include "x', '/.ssh/config: Include "x: No closing quotation'),
         ('Match exec "x', "/.ssh/config: No closing quotation"),
         ("Port ssh", "~/.ssh/config of gpu1: .*'ssh'"),
-        ('ProxyCommand "x', "connecting to 127.0.0.1:.* failed: No closing quotation"),
+        (
+            'ProxyCommand "x',
+            "the ProxyCommand to 127.0.0.1:.* did not lead to an SSH server .*[Uu]nterminated|matching",
+        ),
     ],
 )
 def test_mistake_in_the_config_is_told(own_home: Path, line: str, says: str) -> None:
@@ -366,6 +369,38 @@ def test_mistake_in_the_config_is_told(own_home: Path, line: str, says: str) -> 
         target = ssh.SshTarget(name="gpu1", address="gpu1", port=port)
         with pytest.raises(KitError, match=says):
             ssh.connect(target, timeout_s=5)
+
+
+@pytest.mark.parametrize("program", ["~/.ssh/proxy", "$HOME/.ssh/proxy", "2>/dev/null $HOME/.ssh/proxy"])
+def test_proxy_command_goes_through_a_shell_as_that_of_ssh_does(
+    start_sshd: Start, target: Make, own_home: Path, program: str
+) -> None:
+    server = start_sshd()
+    config(own_home, f"Host gpu1\nHostName 127.0.0.1\nProxyCommand {program} %h %p %r\n")
+    lines = ["#!/usr/bin/env python3", "import os, selectors, socket, sys", f"sys.stderr.write('x' * {1 << 18})",
+             "far, ways = socket.create_connection((sys.argv[1], int(sys.argv[2]))), selectors.DefaultSelector()",
+             "ends = {0: far.fileno(), far.fileno(): 1}", "for end in ends: ways.register(end, 1)", "while True:",
+             "  for key, _ in ways.select():", "    data = os.read(key.fd, 1 << 16) or sys.exit()",
+             "    while data: data = data[os.write(ends[key.fd], data):]"]  # fmt: skip
+    (own_home / ".ssh/proxy").write_text("\n".join(lines))
+    (own_home / ".ssh/proxy").chmod(0o700)
+    connection = ssh.connect(target(server, address="gpu1"))
+    assert run(connection, "echo", "there") == b"there\n"
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [("echo the gate is shut >&2; exit 1", "did not lead to an SSH server .the gate is shut."),
+     ("echo knocking >&2; sleep 30", "did not say the SSH greeting and agree on keys within 2 s .knocking."),
+     ("no-such-program", "did not lead to an SSH server .*not found")],
+)  # fmt: skip
+def test_what_a_proxy_command_says_of_its_failure_is_told(own_home: Path, command: str, found: str) -> None:
+    config(own_home, f"Host gpu1\nHostName 127.0.0.1\nProxyCommand sh -c '{command}'\n")
+    with pytest.raises(HostError, match=found) as caught:
+        ssh.connect(ssh.SshTarget(name="gpu1", address="gpu1"), timeout_s=2)
+    cure = f"see what this does here, which ~/.ssh/config has for gpu1: sh -c '{command}'"
+    assert caught.value.problem.cure == cure
 
 
 def test_files_of_a_user_that_does_not_exist_are_not_there(
