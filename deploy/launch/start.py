@@ -39,7 +39,9 @@ from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Environment, Inventory
 
 STARTED_TIMEOUT_S = 120.0
-_NOT_REACHED = "is there a firewall between them? kit check tries every pair of hosts, also with full-size packets"
+_NOT_REACHED = (
+    "is there a firewall between them? kit check tries every pair of hosts, also with full-size packets"
+)
 
 
 def gather_facts(

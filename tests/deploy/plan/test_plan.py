@@ -322,7 +322,9 @@ def test_of_several_addresses_the_backends_take_the_first_and_that_is_told(tmp_p
         == "eth1 has 2 addresses, and gloo and NCCL will take 10.0.0.1, its first, which cannot be chosen"
     )
     assert told.wanted == "10.5.0.1 as the first, or on an interface of its own"
-    assert told.cure.startswith("sudo ip address del 10.0.0.1 dev eth1, and add it again behind 10.5.0.1; or give")
+    assert told.cure.startswith(
+        "sudo ip address del 10.0.0.1 dev eth1, and add it again behind 10.5.0.1; or give"
+    )
     alone = inventory(tmp_path, "network: 10.5.0.0/24\nhosts: {gpu1: }\n")
     assert addresses(alone, {"gpu1": there["gpu1"]}, {"gpu1": ()}) == []
 
@@ -338,7 +340,9 @@ def test_of_both_families_nccl_takes_the_one_that_is_asked_for_and_gloo_does_not
     told = addresses(found, there, {"gpu1": ("fd00::2",), "gpu2": ("fd00::1",)})
     assert "gloo will take 10.0.0.1, its first" in told[0].found
     # The kernel has IPv4 first, whatever the order in which they are added.
-    assert told[0].cure.startswith("name the network of 10.0.0.1 as `network:`; or give fd00::1 an interface of")
+    assert told[0].cure.startswith(
+        "name the network of 10.0.0.1 as `network:`; or give fd00::1 an interface of"
+    )
 
 
 def test_of_several_addresses_of_ipv6_the_newest_is_the_first(tmp_path: Path) -> None:
@@ -348,7 +352,9 @@ def test_of_several_addresses_of_ipv6_the_newest_is_the_first(tmp_path: Path) ->
         for number, name in ((1, "gpu1"), (2, "gpu2"))
     }
     told = addresses(found, there, {"gpu1": ("fd00::2",), "gpu2": ("fd00::1",)})
-    assert told[0].cure.startswith("sudo ip address del fd00::1 dev eth1, and add it again: of IPv6, the newest")
+    assert told[0].cure.startswith(
+        "sudo ip address del fd00::1 dev eth1, and add it again: of IPv6, the newest"
+    )
 
 
 LOCAL = "hosts:\n  a: {connection: local}\n  b: {connection: local}\n"

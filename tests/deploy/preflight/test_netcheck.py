@@ -473,7 +473,9 @@ def test_of_ipv6_the_rules_are_those_of_ip6tables() -> None:
     assert said == "on b: sudo ip6tables -I INPUT -s fd00::3 -j ACCEPT"
 
 
-def test_a_host_that_filters_ipv6_alone_has_a_firewall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_filters_ipv6_alone_has_a_firewall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, rules in (("nft", ""), ("iptables", "-P INPUT ACCEPT"), ("ip6tables", "-P INPUT DROP")):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{rules}'\n")
         (tmp_path / name).chmod(0o755)
@@ -799,7 +801,13 @@ def test_no_mtu_is_advised_with_which_the_interface_would_lose_its_address(
         for number, name in enumerate("ab", start=1)
     }  # fmt: skip
     pair = outcomes.Pair(
-        source="a", target="b", connects=(29500,), failed={}, words={}, unsent={}, arrived=frozenset({256, passes})
+        source="a",
+        target="b",
+        connects=(29500,),
+        failed={},
+        words={},
+        unsent={},
+        arrived=frozenset({256, passes}),
     )
     (found,) = outcomes.findings({("a", "b"): pair}, ends, {}, port=29500, port_matters=True)
     assert found.cure.startswith(cure)

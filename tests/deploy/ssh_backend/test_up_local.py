@@ -363,7 +363,9 @@ def test_nodes_that_train_are_not_stopped_for_one_that_cannot_reach_them(state: 
         "b": {"alive": True, "state": state, "members": members},
         "c": {"alive": True, "state": "orphaned"},
     }
-    client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=SimpleNamespace(run_id="r", stopped_by="")))
+    client = cast(
+        NodeClient, SimpleNamespace(status=nodes.get, run=SimpleNamespace(run_id="r", stopped_by=""))
+    )
     began = time.monotonic()
     assert sorted(start._wait_started(client, list(nodes))) == ["a", "b"]
     assert time.monotonic() - began < start.STARTED_TIMEOUT_S / 2
