@@ -80,7 +80,8 @@ def main() -> int:
 def run(node_dir: Path, server: ForkServer | None) -> int:
     """Run the spec in `node_dir` to its end; the exit status is 0 trained, 3 failed, 4 unfit, 143 stopped."""
     spec = AgentSpec.load(node_dir)
-    os.environ.update(spec.env)
+    # But for PYTHONPATH, which the start has put together: kit's own folder, and the job's behind it.
+    os.environ.update({name: value for name, value in spec.env.items() if name != "PYTHONPATH"})
     name_lookups.forbid()
     record = EventLog(spec)
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import strangers
-from agents import ANSWER_S, Agents, no_process_left, processes_of, until
+from agents import ANSWER_S, KIT_DIR, Agents, no_process_left, processes_of, until
 from fake_nvml import FakeNvml
 from record_failures import memory_cgroup
 
@@ -97,6 +97,13 @@ def test_arguments_arrive_byte_for_byte(agents: Agents) -> None:
     agents.start("import json, sys; print(json.dumps(sys.argv[1:]))", *HARD_ARGS, num_nodes=1)
     agents.wait("n0", "succeeded")
     assert json.loads(agents.log(0)) == HARD_ARGS
+
+
+def test_a_pythonpath_of_the_jobs_comes_behind_kits_own_folder(agents: Agents) -> None:
+    script = "import os, sys; print(os.environ['PYTHONPATH'], *sys.path[1:3], sep='\\n')"
+    agents.start(script, num_nodes=1, env={"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "/job's/lib"})
+    agents.wait("n0", "succeeded")
+    assert agents.log(0).splitlines() == [f"{KIT_DIR}:/job's/lib", KIT_DIR, "/job's/lib"]
 
 
 def test_a_secret_reaches_the_worker_and_no_file_or_command_line(agents: Agents) -> None:
