@@ -434,6 +434,20 @@ def test_the_chinese_page_has_the_same_code_and_the_same_numbers(chinese: str, e
 
     assert headings(chinese) == headings(english)
 
+    def shape(page: str) -> list[tuple[int, int, int]]:
+        """Items of lists, rows of tables, and paragraphs (each of these and of the codes is one) of each section."""
+        text = FENCE.sub("code", PAGES[page].read_text())
+        return [
+            (
+                len(re.findall(r"^ *- ", section, re.MULTILINE)),
+                len(re.findall(r"^\|", section, re.MULTILINE)),
+                len(re.split(r"\n\s*\n", section.strip())),
+            )
+            for section in re.split(r"^#+ .*$", text, flags=re.MULTILINE)
+        ]
+
+    assert shape(chinese) == shape(english)
+
     def options(page: str) -> set[str]:
         """Options, variables and commands, whatever stands around them."""
         text = FENCE.sub("", PAGES[page].read_text())
