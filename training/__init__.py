@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from nodekit.training.snapshots.emergency import EmergencySave
     from nodekit.training.snapshots.exchange import newest_of_all, writes_snapshots
     from nodekit.training.snapshots.files.fence import Fenced
-    from nodekit.training.snapshots.files.manifest import Loaded, Manifest
+    from nodekit.training.snapshots.files.found import NoneLoads
+    from nodekit.training.snapshots.files.manifest import Loaded, Manifest, NewerKit
     from nodekit.training.snapshots.snapshot import Snapshots
     from nodekit.training.steps.not_finite import LossWatch, NotFinite
     from nodekit.training.tasks import Task
@@ -31,6 +32,8 @@ __all__ = [
     "LossWatch",
     "Manifest",
     "Micro",
+    "NewerKit",
+    "NoneLoads",
     "NotFinite",
     "Snapshots",
     "Stop",
@@ -51,7 +54,8 @@ _MODULES = {
     "snapshots.emergency": ("EmergencySave",),
     "snapshots.exchange": ("newest_of_all", "writes_snapshots"),
     "snapshots.files.fence": ("Fenced",),
-    "snapshots.files.manifest": ("Loaded", "Manifest"),
+    "snapshots.files.found": ("NoneLoads",),
+    "snapshots.files.manifest": ("Loaded", "Manifest", "NewerKit"),
     "snapshots.snapshot": ("Snapshots",),
     "process.stop": ("Stop",),
     "tasks": ("Task",),

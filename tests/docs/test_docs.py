@@ -27,6 +27,7 @@ from kit_runs import Kit, run_id
 from places import ROOT
 from test_readme import BLOCKS, commands
 
+import nodekit.training
 from nodekit.deploy.commands import cli
 from nodekit.inventory.errors import Problem
 from nodekit.inventory.load import load_inventory
@@ -198,6 +199,12 @@ def test_every_program_that_is_shown_is_python(page: str) -> None:
 
 
 @pytest.mark.slow
+def test_what_the_snapshots_page_names_can_be_imported_as_its_program_does() -> None:
+    named = set(re.findall(r"`((?:[A-Z][a-z]+){2,})`", PAGES["docs/snapshots.md"].read_text()))
+    assert {"ElasticSampler", "NotFinite"} <= named <= set(nodekit.training.__all__)
+    assert all(hasattr(nodekit.training, name) for name in nodekit.training.__all__)
+
+
 def test_the_loop_of_the_snapshots_page_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     python, environ = warm_python.program(), {**os.environ, **warm_python.environment()}
     # All steps take half a second: slower while a file is there, so that the job is not over before it is signalled.
