@@ -193,16 +193,18 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
     With `for_good` a file ``stop`` says that the job is to end; without it the node leaves, and may rejoin.
     """
     node_dir = os.path.expanduser(node_dir)
-    started = _started.get(node_dir)
-    record = status.agent_record(node_dir)
-    if (
-        started is not None
-        and started.process.poll() is None
-        and (not record or record["pid"] != started.process.pid)
-    ):
-        started.stdin.close()  # it was never given a spec: that ends it
-        started.process.wait(grace_s)
-        return {"was": "not running", "killed": False}
+    with _starting:  # else it could be given a spec meanwhile
+        started = _started.get(node_dir)
+        record = status.agent_record(node_dir)
+        if started and (
+            started.process.poll() is not None or (record and record["pid"] == started.process.pid)
+        ):
+            started = None
+        if started:
+            started.stdin.close()
+    if started:
+        killed = _end_without_spec(started.process, 0.0 if force else grace_s)
+        return {"was": "not running", "killed": killed}
     if record is None or status.pid_if_alive(record) is None:
         _kill_workers(node_dir)  # the agent was killed and a worker may have outlived it
         if for_good:
@@ -219,6 +221,26 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
         if for_good:
             _settle_status(node_dir)
     return {"was": "running", "killed": killed}
+
+
+def _end_without_spec(process: "subprocess.Popen[bytes]", grace_s: float) -> bool:
+    """Wait until an agent that gets no spec has ended, and kill it after `grace_s`; returns whether that was needed.
+
+    It hears of that when it has imported torch, which from a slow file server takes long; and it has nothing to save.
+
+    Raises:
+        RuntimeError: SIGKILL does not end it.
+    """
+    try:
+        process.wait(grace_s)
+        return False
+    except subprocess.TimeoutExpired:
+        processes.send(-process.pid, signal.SIGKILL)
+    try:
+        process.wait(UNKILLABLE_S)
+    except subprocess.TimeoutExpired:
+        raise errors.with_cure(RuntimeError(processes.unkillable(process.pid)), "reboot the host") from None
+    return True
 
 
 def _wait_for_end(node_dir: str, record: AgentRecord, grace_s: float, force: bool) -> bool:

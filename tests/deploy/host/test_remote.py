@@ -53,6 +53,25 @@ def test_a_node_that_leaves_a_job_that_goes_on_is_not_said_to_be_stopped(
     assert status.said(node_dir)["state"] == "running"
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_an_agent_whose_imports_go_on_is_killed_when_it_gets_no_spec(tmp_path: Path, *, force: bool) -> None:
+    """As from a file server that is slow, or hangs: `kit up` has failed meanwhile, or Ctrl-C was pressed, or twice."""
+    (tmp_path / "python").write_text("#!/bin/sh\nsleep 300 &\nwait\n")
+    (tmp_path / "python").chmod(0o700)
+    node_dir = str(tmp_path / "n0")
+    pid = agents.prestart(node_dir, str(tmp_path / "python"), "/none", {})["pid"]
+    began = time.monotonic()
+    assert agents.stop(node_dir, grace_s=5.0 if force else 0.5, force=force) == {
+        "was": "not running",
+        "killed": True,
+    }
+    assert not force or time.monotonic() - began < 4
+    deadline = time.monotonic() + 10
+    while any(each.group == pid and not each.has_ended for each in processes.all_of_them().values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_agent_that_takes_the_place_of_the_one_that_ends_keeps_its_ranks(
     tmp_path: Path, worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
