@@ -16,6 +16,7 @@ from typing import Any
 
 from nodekit.deploy.connect.channel import ChannelLost, HostChannel
 from nodekit.deploy.connect.cluster import SshOptions
+from nodekit.deploy.launch import ending
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import Phases
@@ -29,7 +30,7 @@ from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import run as runner
 from nodekit.slurm.cluster.jobs import Job, Slurm, Unanswered, indexes
-from nodekit.slurm.cluster.login import LoginAgain, cancelling, login, read, settings_of
+from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, LoginAgain, cancelling, login, settings_of
 from nodekit.slurm.cluster.shared_folder import node_statuses, record_end, record_of
 from nodekit.slurm.submission.prepare import dry_run, prepare
 
@@ -347,11 +348,8 @@ def _progress(channel: HostChannel, run: Run) -> dict[str, Any]:
     if node is None:
         return {"progress": "", "result": {}}
     told = node_statuses(run, channel).get(node["name"], {})
-    result: Any = None
-    with contextlib.suppress(KitError, ValueError):
-        result = json.loads(read(channel, f"{node['node_dir']}/output/result.json") or "{}")
-    numbers = result.items() if isinstance(result, dict) else ()
+    result = ending.result(channel, node["node_dir"], timeout_s=LOGIN_TIMEOUT_S)
     return {
         "progress": str(told.get("progress") or ""),
-        "result": {key: value for key, value in numbers if isinstance(value, float)},
+        "result": {key: value for key, value in result.items() if isinstance(value, float)},
     }

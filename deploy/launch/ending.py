@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.output.wording import size_text
 from nodekit.deploy.plan import plan
 from nodekit.deploy.records.runs import Run
+from nodekit.inventory.errors import KitError
 
 LOOK_TIMEOUT_S = 10.0
 _MOST_ENTRIES = 4
@@ -81,3 +84,12 @@ def _entries(written: Mapping[str, Any]) -> str:
     if rest:
         shown.append(f"{len(rest)} more ({size_text(sum(size for *_, size in rest))})")
     return ("" if written["is_all"] else "at least ") + ", ".join(shown)
+
+
+def result(channel: HostChannel, node_dir: str, *, timeout_s: float) -> dict[str, Any]:
+    """What a node's ``output/result.json`` says, nan as None; {} where none can be read: a script writes any there."""
+    with contextlib.suppress(KitError, ValueError, RecursionError):
+        text = channel.call("read_file", timeout_s=timeout_s, path=f"{node_dir}/output/result.json")
+        found = json.loads(text or "{}", parse_constant=lambda _: None)
+        return found if isinstance(found, dict) else {}
+    return {}

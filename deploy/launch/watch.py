@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -371,12 +370,7 @@ def _result(run: Run, channels: Mapping[str, HostChannel], first: str) -> str:
     """`, accuracy 98.33%` when the job wrote a result.json, and why it ended early, if it did."""
     if first not in channels:
         return ""
-    with contextlib.suppress(KitError, ValueError):
-        text = channels[first].call(
-            "read_file", timeout_s=CALL_TIMEOUT_S, path=f"{run.nodes[first]['node_dir']}/output/result.json"
-        )
-        result = json.loads(text or "{}")
-        accuracy, early = result.get("accuracy"), result.get("stopped_early")
-        shown = f", accuracy {accuracy:.2%}" if isinstance(accuracy, float) else ""
-        return f"{shown}; it ended early: {early}" if isinstance(early, str) else shown
-    return ""
+    found = ending.result(channels[first], run.nodes[first]["node_dir"], timeout_s=CALL_TIMEOUT_S)
+    accuracy, early = found.get("accuracy"), found.get("stopped_early")
+    shown = f", accuracy {accuracy:.2%}" if isinstance(accuracy, float) else ""
+    return f"{shown}; it ended early: {early}" if isinstance(early, str) else shown

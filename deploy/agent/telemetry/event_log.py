@@ -255,7 +255,9 @@ class EventLog:
 
     def _result(self) -> dict[str, Any]:
         """The numbers and words of ``output/result.json``, which the training module writes at its end."""
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(
+            OSError, ValueError, AttributeError, RecursionError
+        ):  # a script may write any
             text = (self._folder / "output" / "result.json").read_text(encoding="utf-8")
             found = json.loads(text) if len(text) < MAX_RESULT_BYTES else {}
             return {

@@ -10,7 +10,10 @@ import pytest
 from nodekit.deploy.host.code import treefiles as tree
 from nodekit.deploy.host.node import artifacts
 from nodekit.deploy.host.probes import hostfacts
+from nodekit.deploy.host.server import read_file
+from nodekit.deploy.launch import watch
 from nodekit.deploy.launch.ending import rows
+from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError
 
 
@@ -160,3 +163,30 @@ def test_copies_of_one_folder_on_disks_of_their_own_are_taken_for_apart(tmp_path
     assert [text.partition(":")[0] for _, text in rows("r", nodes("a", "b"), found)] == ["a", "b"]
     # Of a file server that is a node, too, the others have the same folder from there.
     assert len(rows("r", nodes("a", "b", "c"), {**found, "b": told("one", out), "c": told("one", out)})) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ('{"accuracy": 0.975}', ", accuracy 97.50%"),
+        ('{"accuracy": NaN, "stopped_early": "no better"}', "; it ended early: no better"),
+        ("[0.975]", ""),
+        ("0.975", ""),
+        ("half of", ""),
+        ("[" * 100_000, ""),
+    ],
+)
+def test_a_run_that_succeeded_ends_well_whatever_its_script_has_written_as_its_result(
+    tmp_path: Path, written: str, told: str
+) -> None:
+    """It had ended with a traceback, and exit status 1."""
+
+    class Channel:
+        def call(self, op: str, *, timeout_s: float, path: str) -> str | None:
+            return read_file(path)
+
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "result.json").write_text(written)
+    run = Run(run_id="r", name="r", inventory_path="", inventory={}, command=None, created=0.0)
+    run.nodes = {"n1": {"node_dir": str(tmp_path)}}
+    assert watch._result(run, {"n1": Channel()}, "n1") == told  # type: ignore[dict-item]
