@@ -87,12 +87,17 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
     """Write down how a run ended whose job is over; kit's exit status, and whether the leader told how it ended.
 
     Its secrets are removed, should it have been killed before it could, or cancelled before it began.
+
+    Raises:
+        NotWritten: the disk here is full, or gone: it is done by who looks at the run next.
     """
     forget_secrets(run, channel)
     result = _of_leader(run, channel, "result.json")
     record = record_of(run, channel)
     if lines := events_of(run, channel):
-        write_private(str(run.folder / events.FILE), "".join(lines).encode())
+        path = run.folder / events.FILE
+        with record_files.told(path):  # first: once its end is on record, they are read here
+            write_private(str(path), "".join(lines).encode())
     # A job that Slurm knows no more (MinJobAge) cannot say which was its last attempt.
     is_last = not job.state or result.get("attempt") == f"{job.job_id}.{job.restarts}"
     if record is not None and result and is_last and record.state in runs.ENDED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -25,6 +26,7 @@ from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import run as runner
 from nodekit.slurm.backend import SlurmBackend
+from nodekit.slurm.cluster import shared_folder
 from nodekit.slurm.cluster.jobs import Job, Slurm
 from nodekit.slurm.cluster.login import settings_of
 from nodekit.slurm.cluster.shared_folder import leader_folder, record_end, record_of
@@ -260,6 +262,33 @@ def test_what_the_leader_has_left_is_read_to_its_end_and_a_damaged_file_is_named
     result.write_bytes(bytes(40))  # what a file system may leave after a power failure
     with pytest.raises(HostError, match=r"/slurm/result\.json cannot be read: .* is mended, or removed"):
         record_end(run, ready.channel, Job(state="COMPLETED", job_id="24"))
+
+
+def test_an_end_whose_events_find_no_room_here_is_written_down_later(
+    submission: tuple[Run, Inventory, Ready], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk had ended kit with a traceback; with the end on record, kit would look for the events here alone."""
+    run, inventory, ready = submission
+    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
+    run.save()
+    events = Path(leader_folder(run), "events.jsonl")
+    events.parent.mkdir(parents=True)
+    events.write_text(
+        json.dumps({"run": run.run_id, "time": 1.0, "node": None, "kind": "said", "text": "…"}) + "\n"
+    )
+    failed = Job(state="FAILED", job_id="24", reason="NonZeroExitCode")
+
+    def full(path: str, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(shared_folder, "write_private", full)
+        with pytest.raises(NotWritten, match=r"events\.jsonl cannot be written: No space left.*df "):
+            record_end(run, ready.channel, failed)
+    run.reload()
+    assert run.state == "starting"
+    assert record_end(run, ready.channel, failed) == (3, False)
+    assert (run.folder / "events.jsonl").read_text().startswith(events.read_text())
 
 
 def test_a_job_that_ends_before_its_leader_speaks_is_told_with_what_its_tasks_said(
