@@ -17,7 +17,7 @@ from ClusterShell.NodeSet import NodeSet
 
 from nodekit.deploy.agent.hang.hang import read_progress
 from nodekit.deploy.agent.ranks.budget import LONG_ATTEMPT_S
-from nodekit.deploy.host.files import write_private
+from nodekit.deploy.host.files import NOT_FOUND, write_private
 from nodekit.deploy.records import runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import JobFailed, KitError
@@ -238,21 +238,24 @@ def has_made_progress(run_dir: Path) -> bool:
 
     One that says nothing of its steps has if it has saved something, or else after a while.
     """
-    with contextlib.suppress(OSError):
-        for file in (run_dir / "state").rglob("events.jsonl"):
-            if '"first-progress"' in file.read_text(encoding="utf-8"):
-                return True
-    # The leader may not have heard yet of what the ranks have written.
-    said = [each for folder in run_dir.glob("*/progress") for each in read_progress(folder).values()]
-    if any(not each.is_start for each in said):
+    try:
+        if any(
+            b'"first-progress"' in file.read_bytes() for file in (run_dir / "state").rglob("events.jsonl")
+        ):
+            return True
+        # The leader may not have heard yet of what the ranks have written.
+        said = [each for folder in run_dir.glob("*/progress") for each in read_progress(folder).values()]
+        if any(not each.is_start for each in said):
+            return True
+        if any(each.text.strip() for each in said):
+            return False
+        return _has_saved(run_dir) or _worked_s(run_dir) > LONG_ATTEMPT_S
+    except OSError:  # nobody knows: slurm.max_requeues bounds how often it is queued again all the same
         return True
-    if any(each.text.strip() for each in said):
-        return False
-    return _has_saved(run_dir) or _worked_s(run_dir) > LONG_ATTEMPT_S
 
 
 def _has_saved(run_dir: Path) -> bool:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*NOT_FOUND):
         there = (snapshots_of(what_to_run(run_dir)) / run_dir.name).iterdir()
         return any(each.name != FENCE and not each.name.startswith(".") for each in there)
     return False
@@ -262,8 +265,8 @@ def _worked_s(run_dir: Path) -> float:
     """How long ago the ranks were started, the last time."""
     started = 0.0
     for file in run_dir.glob("*/events.jsonl"):
-        with contextlib.suppress(OSError, ValueError):
-            for line in file.read_text(encoding="utf-8").splitlines():
-                if '"workers-started"' in line:
+        with contextlib.suppress(ValueError):
+            for line in file.read_bytes().splitlines():
+                if b'"workers-started"' in line:
                     started = max(started, json.loads(line)["time"])
     return time.time() - started if started else 0.0

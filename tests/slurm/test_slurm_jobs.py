@@ -708,6 +708,21 @@ def test_progress_is_what_ranks_wrote_or_time_where_they_write_nothing(
     assert requeue.has_made_progress(run_dir) == expected
 
 
+@pytest.mark.parametrize(
+    "unreadable", ["shared/snapshots/r", "runs/r/node1/events.jsonl", "runs/r/state/events.jsonl"]
+)
+def test_a_job_whose_progress_cannot_be_read_may_have_made_some(tmp_path: Path, unreadable: str) -> None:
+    """Else one that had trained for hours would fail at its time limit, and not be queued again."""
+    job = {"inventory": dump(inventory(tmp_path, nodes=1)), "shared_dir": str(tmp_path / "shared")}
+    run_dir, path = tmp_path / "runs" / "r", tmp_path / unreadable
+    for each in (run_dir / "slurm", path.parent):
+        each.mkdir(parents=True, exist_ok=True)
+    (run_dir / "slurm" / "job.json").write_text(json.dumps(job))
+    assert not requeue.has_made_progress(run_dir)
+    path.mkdir() if path.suffix else path.symlink_to(path)  # in place of what can be read
+    assert requeue.has_made_progress(run_dir)
+
+
 MISSING_STEP = "srun: error: Aborting, io error and missing step on node 1"
 
 
