@@ -28,6 +28,7 @@ from nodekit.deploy.compare.compare_report import Row
 from nodekit.deploy.output import terminal
 from nodekit.deploy.output.interrupts import NothingLeft, sigterm_interrupts
 from nodekit.deploy.output.wording import count
+from nodekit.deploy.records import record_files
 from nodekit.inventory.errors import JobFailed, KitError, WrongUsage
 
 TIMEOUT_S = 3600.0
@@ -198,11 +199,14 @@ class Comparison:
 
 
 def conclude(rows: Sequence[Row], folder: Path, *, what: str, where: str, remark: str = "") -> None:
-    """Print the table, and keep it as CSV and as a chart."""
+    """Print the table, and keep it as CSV and as a chart.
+
+    Raises:
+        NotWritten: the disk is full, or gone; the table has been printed.
+    """
     if not rows:
         return
 
-    compare_report.write_csv(rows, folder / "compare.csv")
     print()
     terminal.console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH).print(
         compare_report.table(rows)
@@ -217,10 +221,14 @@ def conclude(rows: Sequence[Row], folder: Path, *, what: str, where: str, remark
     print("time is from the start of the first process to the end of the last; training is without imports")
     if remark:
         print(remark)
+    sys.stdout.flush()
     kept = ["compare.csv"]
+    with record_files.told(folder / "compare.csv"):
+        compare_report.write_csv(rows, folder / "compare.csv")
     if any(row.outcome == "trained" for row in rows):
         chart = compare_chart.svg(rows, title=what, subtitle=f"{where}\n{remark}")
-        (folder / "compare.svg").write_text(chart, encoding="utf-8")
+        with record_files.told(folder / "compare.svg"):
+            (folder / "compare.svg").write_text(chart, encoding="utf-8")
         kept.append("compare.svg")
     print(f"{', '.join(kept)}, and each run's log, result and metrics: {folder}", flush=True)
 

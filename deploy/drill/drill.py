@@ -124,21 +124,27 @@ class Voice:
 
 
 def conclude(results: Sequence[Result], folder: Path, *, as_json: bool) -> None:
-    """Print the results, and write them to the folder."""
+    """Print the results, and write them to the folder.
+
+    Raises:
+        NotWritten: the disk is full, or gone; all has been printed.
+    """
     text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     if as_json:
         print(text, flush=True)
-        return
-
-    print()
-    terminal.console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH).print(table(results))
-    print()
-    for result in results:
-        if result.problem:
-            print(f"{result.fault}: {drill_report.sentence(result)}")
-    print(drill_report.verdict(results))
-    print(f"each run's output, and results.json: {folder}", flush=True)
+    else:
+        print()
+        terminal.console(width=None if sys.stdout.isatty() else _NO_TERMINAL_WIDTH).print(table(results))
+        print()
+        for result in results:
+            if result.problem:
+                print(f"{result.fault}: {drill_report.sentence(result)}")
+        print(drill_report.verdict(results), flush=True)
+    path = folder / "results.json"
+    with record_files.told(path):
+        path.write_text(text + "\n", encoding="utf-8")
+    if not as_json:
+        print(f"each run's output, and results.json: {folder}", flush=True)
 
 
 def table(results: Sequence[Result]) -> Table:

@@ -21,7 +21,7 @@ from nodekit.deploy.compare import compare_chart, compare_plan, compare_report
 from nodekit.deploy.compare.compare import conclude, last_error
 from nodekit.deploy.compare.compare_plan import Machine, Run, Way
 from nodekit.deploy.compare.compare_report import Row
-from nodekit.inventory.errors import WrongUsage
+from nodekit.inventory.errors import NotWritten, WrongUsage
 from nodekit.training.engine_info import ENGINES
 
 CPU = Machine(torch="2.13.0+cpu", gpus=(), cpu="Some CPU", num_cores=6)
@@ -218,6 +218,15 @@ def test_the_table_has_every_row_in_80_columns(tmp_path: Path, capsys: pytest.Ca
     assert "deepspeed:3, 2 ranks: failed: ValueError: no" in said
     assert "horovod: not here: pip install it" in said
     assert "training is without imports\nthe batch is global\n" in said
+
+
+def test_a_table_that_finds_no_room_on_the_disk_is_printed_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "compare.csv").symlink_to("/dev/full")
+    with pytest.raises(NotWritten, match=r"/compare\.csv cannot be written: No space left on device.*df "):
+        conclude(ROWS, tmp_path, what="digits", where="here")
+    assert "deepspeed:3, 2 ranks: failed: ValueError: no" in capsys.readouterr().out
 
 
 def test_the_csv_has_the_numbers_as_they_were_measured(tmp_path: Path) -> None:

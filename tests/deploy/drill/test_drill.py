@@ -44,7 +44,7 @@ from nodekit.deploy.drill.drill_task import Paced
 from nodekit.deploy.drill.faults import FAULTS
 from nodekit.deploy.host import current_status, processes
 from nodekit.deploy.host.node import agents
-from nodekit.inventory.errors import WrongUsage
+from nodekit.inventory.errors import NotWritten, WrongUsage
 from nodekit.inventory.load import load_inventory
 from nodekit.inventory.schema import Inventory
 
@@ -257,6 +257,17 @@ def test_json_has_numbers_and_nothing_else_is_on_stdout(
         [3, 2, 3],
     )
     assert first["curve"] == {"sameness": "same", "text": "±3e-05", "greatest_difference": 3e-5}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_results_that_find_no_room_on_the_disk_are_printed_all_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, *, as_json: bool
+) -> None:
+    """A drill takes many minutes, and its results were lost in a traceback."""
+    (tmp_path / "results.json").symlink_to("/dev/full")
+    with pytest.raises(NotWritten, match=r"/results\.json cannot be written: No space left on device.*df "):
+        conclude(RESULTS, tmp_path, as_json=as_json)
+    assert "no step in 120 s, after step 75" in capsys.readouterr().out
 
 
 def test_what_could_not_be_tried_counts_when_it_was_asked_for() -> None:
