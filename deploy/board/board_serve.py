@@ -27,7 +27,7 @@ from nodekit.deploy.connect.channel import (
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.connect.tunnel import Tunnel
 from nodekit.deploy.host.files import make_private
-from nodekit.deploy.records import find_runs
+from nodekit.deploy.records import find_runs, record_files
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError, KitError
 
@@ -124,7 +124,8 @@ def _here(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], port: int) -> 
         raise _none(mirrors, "no curves")
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nodekit-board-")))
     for mirror in mirrors:
-        make_private(mirror.folder)
+        with record_files.told(mirror.folder):
+            make_private(mirror.folder)
         (folder / mirror.run.run_id).symlink_to(mirror.folder)
     channel = open_local(_HERE, sys.executable)
     stack.callback(channel.close)

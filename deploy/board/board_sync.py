@@ -19,7 +19,7 @@ from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, on_all
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host.files import make_private, write_private
 from nodekit.deploy.plan import plan
-from nodekit.deploy.records import locks, runs
+from nodekit.deploy.records import locks, record_files, runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host
@@ -144,7 +144,7 @@ class Mirror:
             self.node = chosen
 
     def sync(self) -> None:
-        """`look`, and bring the copy up to date; what goes wrong on a host is in `problems`."""
+        """`look`, and bring the copy up to date; what goes wrong, on a host or here, is in `problems`."""
         self._is_complete = False
         try:
             self.look()
@@ -154,18 +154,18 @@ class Mirror:
         self._is_complete = True
         if self.node is None or self.node not in self.found:
             return
-        if not self._is_ours():
-            self._read_note()
-            return
         try:
-            self._copy(self.node, self.found[self.node].files)
-        except (KitError, OSError) as error:
+            with record_files.told(self.folder):
+                if not self._is_ours():
+                    self._read_note()
+                    return
+                self._copy(self.node, self.found[self.node].files)
+                self.synced = time.time()
+                note = {"node": self.node, "time": self.synced, "turn": self._turn}
+                write_private(str(self.folder / NOTE), json.dumps(note).encode())
+        except KitError as error:
             self._lose(self.node, error)
             self._is_complete = False
-            return
-        self.synced = time.time()
-        note = {"node": self.node, "time": self.synced, "turn": self._turn}
-        write_private(str(self.folder / NOTE), json.dumps(note).encode())
 
     def close(self) -> None:
         """Close the channels."""

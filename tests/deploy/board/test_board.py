@@ -191,6 +191,23 @@ def test_the_copy_is_kept_and_follows(tmp_path: Path, own_home: Path) -> None:
     assert own.stat().st_size == 1000
 
 
+def test_a_copy_that_finds_no_room_here_is_told_of_with_what_to_do(tmp_path: Path, own_home: Path) -> None:
+    """Nothing was said, but that there are no curves yet."""
+    run = a_run(tmp_path, {"gpu1": LOCAL})
+    output(run, "gpu1").attempt([values(1, 1.0)], is_main=True)
+    mirror = Mirror(run, SshOptions())
+    mirror.folder.parent.mkdir(parents=True, exist_ok=True)
+    mirror.folder.write_text("in its place")
+    mirror.sync()
+    told = f"{mirror.folder} cannot be written: File exists; see to the disk (df {run.folder})"
+    assert board_serve.line(mirror) == f"{run.run_id}  no curves yet (running)\n  {told}"
+    mirror.folder.unlink()
+    mirror.folder.mkdir()
+    mirror.sync()
+    assert "from gpu1 (every" in board_serve.line(mirror)
+    mirror.close()
+
+
 def _unreachable(host: Any) -> Any:
     raise HostError(host.name, "it is off")
 
