@@ -114,9 +114,7 @@ def _equip(connection: Any, settings: Settings) -> list[Client]:
         if str(connection.ssh_config.get("proxyjump", "")).lower() == "none":
             connection.gateway = None
         proxy = connection.gateway if isinstance(connection.gateway, str) else None
-        if (
-            proxy is not None
-        ):  # the client runs it: paramiko would do so without a shell, and not notice its end
+        if proxy is not None:  # the client runs it: paramiko would without a shell, and not notice its end
             connection.gateway = None
         client = Client(
             settings, connection.ssh_config, original=connection.original_host, jump=jump, proxy_command=proxy

@@ -255,9 +255,8 @@ class EventLog:
 
     def _result(self) -> dict[str, Any]:
         """The numbers and words of ``output/result.json``, which the training module writes at its end."""
-        with contextlib.suppress(
-            OSError, ValueError, AttributeError, RecursionError
-        ):  # a script may write any
+        # A script may write any.
+        with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
             text = (self._folder / "output" / "result.json").read_text(encoding="utf-8")
             found = json.loads(text) if len(text) < MAX_RESULT_BYTES else {}
             return {
