@@ -20,7 +20,7 @@ from nodekit.deploy.launch import ending, stopping
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.notify import notify
-from nodekit.deploy.output.interrupts import Interrupts, Terminated
+from nodekit.deploy.output.interrupts import Interrupts, Terminated, leave_terminal
 from nodekit.deploy.output.wording import count
 from nodekit.deploy.records import fetchlogs, locks
 from nodekit.deploy.records.runs import LIVE, STOPPED_EXIT, Run
@@ -192,12 +192,7 @@ def _hangup_leaves() -> Iterator[None]:
     """A terminal that is closed leaves the job running, and supervised; nohup's wish is respected."""
 
     def leave(*_: object) -> None:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for number in range(
-            3
-        ):  # nobody reads what is said from here on, and saying it to nobody must not fail
-            os.dup2(nothing, number)
-        os.close(nothing)
+        leave_terminal()
         raise Left
 
     before = signal.getsignal(signal.SIGHUP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -30,8 +31,19 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def leave_terminal() -> None:
+    """Let go of a terminal that is closed: nobody reads what is said from here on, and saying it must not fail."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    os.close(nothing)
+
+
 class Interrupts:
     """What Ctrl-C and SIGTERM do meanwhile: each one interrupts, or the next one alone, or none.
+
+    SIGHUP, of a terminal that is closed, interrupts like these where one would; elsewhere it is no second Ctrl-C: shell
+    and kernel may both send it, and what goes on goes on without a terminal.
 
     What ends a job must not be interrupted itself: the job would go on. It does nothing before its `with`, which is for
     the main thread, and nothing to a signal that is ignored, as that of a background process is.
@@ -47,8 +59,9 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(number)
+            if before is signal.SIG_DFL or (number != signal.SIGHUP and before is not signal.SIG_IGN):
                 self._before[number] = signal.signal(number, self._hear)
         return self
 
@@ -73,6 +86,12 @@ class Interrupts:
         self._next = self._later = False
 
     def _hear(self, number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+            if self._next:
+                self._next = self._later
+                raise KeyboardInterrupt("SIGHUP (its terminal was closed)")
+            return
         self._interrupt = Terminated("SIGTERM") if number == signal.SIGTERM else KeyboardInterrupt()
         if not self._next:
             self.again = True

@@ -43,6 +43,18 @@ def test_one_that_comes_too_early_interrupts_later() -> None:
         assert interrupts.again
 
 
+def test_a_closed_terminal_interrupts_and_is_no_second_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[bool] = []
+    monkeypatch.setattr("nodekit.deploy.output.interrupts.leave_terminal", lambda: left.append(True))
+    with Interrupts() as interrupts:
+        interrupts.hold()
+        assert (send(signal.SIGHUP), interrupts.again) == (False, False)
+        interrupts.once()
+        assert [send(signal.SIGHUP), send(signal.SIGHUP)] == [True, False]
+        assert not interrupts.again
+    assert len(left) == 3
+
+
 def test_signals_that_are_ignored_or_somebody_elses_are_left_alone() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -288,6 +288,18 @@ def test_ctrl_c_stops_a_run_as_soon_as_it_has_started_also_twice_in_a_hurry(
     assert not any(each["alive"] for each in nodes().values())
 
 
+def test_a_terminal_that_is_closed_while_a_run_starts_stops_it(local: Kit) -> None:
+    (local.folder / "job.py").write_text(FOREVER)
+    starting = subprocess.Popen(
+        local.argv("up", "two nodes.yaml", "--", "job.py"), cwd=local.folder, stdout=subprocess.DEVNULL
+    )
+    until(lambda: any(each.state == "starting" for each in runs.all_runs()), what="a run on record")
+    starting.send_signal(signal.SIGHUP)
+    assert starting.wait(timeout=60) == 130
+    found = find_runs.find(None)
+    assert (found.state, found.verdict) == ("stopped", "stopped by SIGHUP (its terminal was closed)")
+
+
 def test_ctrl_c_stops_a_run_whose_output_nobody_reads_any_more(
     local: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
