@@ -25,6 +25,9 @@ VARIABLES = {
 }
 """Variable that sbatch reads → the option that it stands for, where they are not called the same."""
 
+REFUSALS: dict[str, tuple[str, Any]] = {"requeue": ("no_requeue", True), "no_kill": ("no_kill", "off")}
+"""Option → what is written where it is False: without a word of it, Slurm's default may be the opposite."""
+
 KEYS = {"mem": "mem_gb"}
 """Parameter → the key below `slurm:` it comes from, where they are not called the same."""
 
@@ -92,6 +95,19 @@ def parameters(
         # account or the quality of service, which Slurm refuses to exceed.
         "time": settings.extra.get("time", settings.time_min),
         "additional_parameters": further,
+    }
+
+
+def written(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """As they go into a batch script: ``--exclusive=False`` is refused by sbatch, so what is False is not asked for."""
+    further = parameters.get("additional_parameters", {})
+    off = {key: value for key, value in REFUSALS.items() if further.get(key) is False}
+    return {
+        **{key: value for key, value in parameters.items() if value is not False},
+        "additional_parameters": {
+            **{key: value for key, value in further.items() if value is not False},
+            **dict(off.values()),
+        },
     }
 
 

@@ -24,7 +24,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.records.secret_files import NOTIFY, RANKS
 from nodekit.slurm.allocation.allocation import Allocated
-from nodekit.slurm.sbatch_parameters import overriding
+from nodekit.slurm.sbatch_parameters import overriding, written
 
 OWN = ("job_name", "ntasks_per_node", "setup", "signal_delay_s", "srun_args", "stderr_to_stdout")
 """Parameters that are kit's, or that sbatch does not see."""
@@ -49,7 +49,7 @@ def submit(
     if test:
         return _test(folder, parameters)
     executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_timeouts)
-    executor.update_parameters(**{"array_parallelism": len(run_dirs), **parameters})  # submitit's own is 256
+    executor.update_parameters(**{"array_parallelism": len(run_dirs), **written(parameters)})  # submitit's own is 256
     folders = [Path(run_dir, "slurm") for run_dir in run_dirs]
     try:
         for each in folders:
@@ -100,7 +100,7 @@ def _without(values: dict[str, Any], key: str) -> dict[str, Any]:
 def _ask(folder: str, parameters: dict[str, Any]) -> str:
     """What Slurm has against a job; "" if nothing."""
     executor = submitit.SlurmExecutor(folder=folder)
-    executor.update_parameters(**parameters)
+    executor.update_parameters(**written(parameters))
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(executor._make_submission_file_text("true", "test"))
         file.flush()

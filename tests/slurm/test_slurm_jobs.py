@@ -15,6 +15,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import submitit
 from agents import until
 from places import RECORDED
 from slurm_runs import Site
@@ -44,7 +45,7 @@ from nodekit.slurm.cluster.jobs import (
     time_limit,
 )
 from nodekit.slurm.cluster.login import of_a_job
-from nodekit.slurm.sbatch_parameters import inventory_keys, overriding, parameters, planned_gpus
+from nodekit.slurm.sbatch_parameters import inventory_keys, overriding, parameters, planned_gpus, written
 from nodekit.slurm.submission import submit
 from nodekit.slurm.submission.prepare import Ready, _not_shared, dry_run, prepare
 
@@ -433,6 +434,21 @@ def test_parameters_are_what_submitit_takes(
         minutes=time_min,
     )
     assert asked == {**ALWAYS, **changed}
+
+
+def test_what_is_false_is_written_as_sbatch_takes_it(tmp_path: Path) -> None:
+    """sbatch refuses `--exclusive=False`."""
+    given = {"nodes": 2, "extra": {"exclusive": False, "requeue": False, "no_kill": False, "spread_job": False}}
+    asked = parameters(
+        inventory(tmp_path, **given), name="r", run_dir="/s", python="p", kit_dir="/k", minutes=9
+    )
+    executor = submitit.SlurmExecutor(folder=tmp_path)
+    executor.update_parameters(**written(asked))
+    script = executor._make_submission_file_text("true", "test")
+    found = [line for line in script.splitlines() if re.search("exclusive|requeue|kill|spread|False", line)]
+    assert found[:2] == ["#SBATCH --no-kill=off", "#SBATCH --no-requeue"]
+    assert all(line.startswith("srun") for line in found[2:])
+    assert overriding(asked, ["SBATCH_EXCLUSIVE", "SBATCH_REQUEUE"]) == ["SBATCH_EXCLUSIVE", "SBATCH_REQUEUE"]
 
 
 def test_an_array_that_is_longer_than_slurm_allows_is_refused() -> None:
