@@ -163,3 +163,13 @@ def test_a_process_that_has_waited_for_its_start_is_as_old_as_that(monkeypatch: 
     found_s = _process_age_s()
     assert found_s is not None
     assert own_s + 5 <= found_s + 0.011 < own_s + 60  # the kernel counts in hundredths
+
+
+@pytest.mark.parametrize("there", ["[1, 2]", "null", "3", "no JSON"])
+def test_a_result_of_somebody_else_is_replaced(tmp_path: Path, there: str) -> None:
+    (tmp_path / "result.json").write_text(there)
+    world: Any = SimpleNamespace(is_main=False, is_first_on_node=True)
+    report = Report.__new__(Report)
+    report._world, report._folder = world, tmp_path
+    report.result({"steps": 4, "resumed_at_step": 4})
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == 4

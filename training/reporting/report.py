@@ -255,10 +255,10 @@ class Report:
     def _steps_of_result(self) -> int | None:
         """How many steps the run had made that result.json is of; None if there is none."""
         try:
-            found: dict[str, Any] = json.loads((self._folder / "result.json").read_text(encoding="utf-8"))
-            return found.get("steps")
+            found = json.loads((self._folder / "result.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
+        return found.get("steps") if isinstance(found, dict) else None
 
     def _open_metrics(self, step: int, *, is_evaluated: bool) -> None:
         """Continue metrics.jsonl after ``step``, the same on all nodes; all ranks call it."""
