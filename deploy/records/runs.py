@@ -151,10 +151,20 @@ class Run:
             return f"somebody ({path} cannot be read)" if os.path.lexists(path) else ""
 
     def say_stop(self, by: str) -> None:
-        """Tell whoever supervises this run that it is to end, and who wants that; "": that it begins again."""
+        """Tell whoever supervises this run that it is to end, and who wants that; "": that it begins again.
+
+        Raises:
+            KitError: it cannot begin again, since what was said cannot be taken back.
+        """
         path = self.folder / "stop"
         if not by:
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise KitError(
+                    f"{path} cannot be removed: {error.strerror}; while it is there, {self.run_id} counts as stopped",
+                    cure="see what it is, and remove it",
+                ) from error
         elif self.folder.exists():
             with contextlib.suppress(OSError):  # a full disk: it is stopped all the same
                 write_private(str(path), by.encode())

@@ -127,6 +127,9 @@ def test_a_word_to_stop_that_cannot_be_read_is_one(damage: Callable[[Path], None
     assert run.stopped_by == "kit down"
     damage(run.folder / "stop")
     assert run.stopped_by == f"somebody ({run.folder / 'stop'} cannot be read)"
+    run.say_stop("kit down")
+    with pytest.raises(KitError, match=rf"stop cannot be removed: .*; while it is there, {run.run_id} counts as"):
+        run.say_stop("")
 
 
 def test_a_run_of_another_inventory_does_not_keep_one_from_starting(tmp_path: Path) -> None:
