@@ -127,6 +127,12 @@ def test_a_word_to_stop_that_cannot_be_read_is_one(damage: Callable[[Path], None
     assert run.stopped_by == "kit down"
     damage(run.folder / "stop")
     assert run.stopped_by == f"somebody ({run.folder / 'stop'} cannot be read)"
+
+
+def test_a_folder_in_place_of_the_word_to_stop_is_refused_in_words(tmp_path: Path) -> None:
+    run = record(tmp_path, state="running")
+    run.say_stop("kit down")
+    folder_in_place(run.folder / "stop")
     run.say_stop("kit down")
     with pytest.raises(KitError, match=rf"stop cannot be removed: .*; while it is there, {run.run_id} counts as"):
         run.say_stop("")
