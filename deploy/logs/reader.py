@@ -79,17 +79,24 @@ class Reader:
         """Find out which attempts are meant."""
         if not self._wanted.attempt:
             return
+        there = [log["attempt"] for log in self._listing(sources)]
+        if there or not self.failed:
+            self._attempts = pick_attempts(self._wanted.attempt, there)
+
+    def other_ranks(self, sources: Sequence[Source]) -> list[int]:
+        """The ranks that have logs, where none of those that are wanted has."""
+        there = {log["rank"] for log in self._listing(sources)} if self._wanted.ranks else set()
+        return [] if there & {*self._wanted.ranks} else sorted(there)
+
+    def _listing(self, sources: Sequence[Source]) -> list[dict[str, Any]]:
+        """The logs that there are."""
         from nodekit.deploy.connect.channel import on_all
 
         found = on_all({each.node: each for each in sources}, lambda each: each.call("listing"))
         for node, result in found.items():
             if isinstance(result, Exception):
                 self._lost(node, result)
-        there = [
-            log["attempt"] for result in found.values() if not isinstance(result, Exception) for log in result
-        ]
-        if there or not self.failed:
-            self._attempts = pick_attempts(self._wanted.attempt, there)
+        return [log for result in found.values() if not isinstance(result, Exception) for log in result]
 
     def told(self, source: Source) -> dict[str, Any]:
         """What a node is told of what is wanted."""

@@ -325,6 +325,17 @@ def test_nodes_are_merged_by_the_clock_of_this_machine(
     assert capsys.readouterr().out == "a:0 | third, with the fourth\nb:1 | fourth\n"
 
 
+def test_of_a_rank_that_is_not_there_it_is_said_which_are(
+    node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Source(node="a", folder=str(node), clock_offset=0.0)
+    style = Style(["a"], terminal=False, colour=False)
+    showlogs.conclude(Reader(["a"], Wanted(ranks=(9,)), style), [source])
+    assert capsys.readouterr().err == "kit: no such line in the logs of a, which are of ranks 0 to 1\n"
+    showlogs.conclude(Reader(["a"], Wanted(ranks=(1,), grep="never"), style), [source])
+    assert capsys.readouterr().err == "kit: no such line in the logs of a\n"
+
+
 # --- bounds -------------------------------------------------------------------------------------------------
 
 
