@@ -240,9 +240,11 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
                 raise
             with cancelling(run.run_id, [run], str(interrupt) or "Ctrl-C"):
                 print(f"cancelling job {job_id}", flush=True)
-                _cancel(slurm, job_id)
+                job = _cancel(slurm, job_id)
             while shown.more(final=True):
                 pass
+            if job.state == "COMPLETED":
+                return conclude(run, channel, job, is_shown=not options.quiet)
             forget_secrets(run, channel)
             run.finish_stopped()
             print(f"{run.run_id} is stopped; {resume_command(run)} goes on with it", flush=True)
@@ -277,8 +279,8 @@ class _Shown:
         return bool(found)
 
 
-def _cancel(slurm: Slurm, job_id: str) -> None:
-    """Cancel a job, or an array, and wait until it is over.
+def _cancel(slurm: Slurm, job_id: str) -> Job:
+    """Cancel a job, or an array, and wait until it is over; how it is then, which may be COMPLETED: it was sooner.
 
     Raises:
         KitError: it is not; the next `kit up` would start another one beside it, if its end was on record.
@@ -288,8 +290,9 @@ def _cancel(slurm: Slurm, job_id: str) -> None:
     while time.monotonic() < deadline:
         is_taken = is_taken or slurm.cancel(job_id)
         with contextlib.suppress(Unanswered):
-            if all(job.is_over for job in slurm.jobs(job_id).values()):
-                return
+            jobs = slurm.jobs(job_id)
+            if all(job.is_over for job in jobs.values()):
+                return next(iter(jobs.values()), Job(state=""))
         time.sleep(POLL_S)
     raise KitError(
         f"job {job_id} is still there {STOP_S:.0f} s after scancel",
@@ -373,9 +376,13 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
         if watched.job.state == "UNKNOWN":
             print(f"job {job_id} {watched.line}", flush=True)
         with cancelling(run.run_id, [run], by):
-            _cancel(slurm, job_id)
-        forget_secrets(run, channel)
-        run.finish_stopped()
-        print(f"{run.run_id} is stopped")
+            job = _cancel(slurm, job_id)
+        if job.state == "COMPLETED":
+            record_end(run, channel, job)
+            print(f"{run.run_id} is not running ({run.state})")
+        else:
+            forget_secrets(run, channel)
+            run.finish_stopped()
+            print(f"{run.run_id} is stopped")
         bring_logs(run, channel, is_asked=fetch)
     return 0

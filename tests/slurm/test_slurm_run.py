@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import contextlib
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ import pytest
 from agents import until
 
 from nodekit.deploy.connect.channel import HostChannel, RemoteError, on_all, open_local
+from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host import processes
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.output.interrupts import NothingLeft
@@ -325,3 +327,28 @@ def test_a_setup_that_ends_the_job_without_a_word_is_told_with_where_to_look(
     record_end(run, ready.channel, Job(state="FAILED", job_id="24", reason="NonZeroExitCode"))
     assert run.cause["what"].endswith("nothing was said: a line of slurm.setup may have failed")
     assert run.cause["cure"] == f"set -x as its first line shows the last one that ran, in {log} on login"
+
+
+def test_a_job_that_has_completed_before_it_could_be_cancelled_has_succeeded(
+    slurm: Callable[[str], None],
+    submission: tuple[Run, Inventory, Ready],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, inventory, ready = submission
+    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
+    run.state = "running"
+    run.save()
+    (tmp_path / "queue").touch()
+    file = Path(leader_folder(run), "run.json")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({**vars(run), "state": "succeeded", "verdict": "trained to the end"}))
+    Path(ready.run_dir, "slurm", "result.json").write_text('{"exit": 0, "attempt": "24.0"}')
+    control = tmp_path / "bin" / "scontrol"
+    control.write_text(control.read_text().replace("CANCELLED", "COMPLETED"))
+    monkeypatch.setattr(runner, "login", lambda *_: contextlib.nullcontext(ready.channel))
+
+    assert runner.down(run, SshOptions()) == 0
+    assert (run.state, run.verdict) == ("succeeded", "trained to the end")
+    assert f"{run.run_id} is not running (succeeded)" in capsys.readouterr().out
