@@ -17,6 +17,7 @@ from nodekit.inventory.schema import Inventory
 
 FEW_BYTES = 1024**3
 FEW_INODES = 10_000
+LEAST_FILES = 64  # with fewer, agents and ranks wait for descriptors that never come
 FEW_FILES = 1024  # open files: connections to all peers, data loaders' workers, logs
 FEW_SHM_BYTES = 256 * 1024**2  # for data loaders and NCCL; a container has 64 MiB by default
 UNLIMITED = -1
@@ -181,7 +182,8 @@ def _limits(facts: Facts, own: Mapping[str, Any], env: Mapping[str, str]) -> Ite
         yield "warning", f"locale: {what}", "one with UTF-8", "set `env: {LC_ALL: C.UTF-8}` for this host"
     if nofile != UNLIMITED and nofile < FEW_FILES:
         cure = f"echo '{facts.user} - nofile 65536' | sudo tee -a {conf}, and log in anew"
-        yield "warning", f"ulimit -n (open files) is {nofile}", f"{FEW_FILES} or more", cure
+        level: Level = "failure" if nofile < LEAST_FILES else "warning"
+        yield level, f"ulimit -n (open files) is {nofile}", f"{FEW_FILES} or more", cure
     if own["infiniband"] and memlock != UNLIMITED:
         cure = f"echo '{facts.user} - memlock unlimited' | sudo tee -a {conf}, and log in anew"
         what = f"ulimit -l (locked memory) is {memlock // 1024} KiB, and there is InfiniBand"

@@ -408,6 +408,7 @@ def test_hosts_whose_gpus_or_links_differ_are_named(tmp_path: Path) -> None:
         ({"locale": "LANG=de_DE is not installed"}, "warning", "locale: LANG=de_DE is not installed"),
         ({"encoding": "ascii"}, "warning", "locale: the encoding of file names is ascii"),
         ({"nofile": [256, 256]}, "warning", "ulimit -n (open files) is 256"),
+        ({"nofile": [32, 32]}, "failure", "ulimit -n (open files) is 32"),
         ({"nofile": [-1, -1]}, "", ""),
         ({"infiniband": ["mlx5_0"]}, "warning", "ulimit -l (locked memory) is 8192 KiB, and there is InfiniBand"),
         ({"infiniband": ["mlx5_0"], "memlock": [-1, -1]}, "", ""),
