@@ -4,7 +4,7 @@ It is told again from the run's events: which rank on which node failed first, b
 with its own words; what that did to the others; the known cause and its cure; what the kernel of that node
 said; where the full log is, and the command that goes on.
 
-Of a run that goes on: what it last recovered from, a rank's failure or the loss of a node.
+While a run goes on, it shows what the run last recovered from: a rank's failure or the loss of a node.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ def run(args: argparse.Namespace) -> int:
         found = verdict_screen.with_left_out(record, found)
     if args.json:
         told = found.to_dict() if found else None
-        resume = verdict_screen.resume_command(run) if run.state == "failed" else ""
+        resume = verdict_screen.resume_command(run) if run.state in ("failed", "stopped") else ""
         print(json.dumps({"run_id": run.run_id, "state": run.state, "why": told, "resume": resume}, indent=2))
     elif found is None:
         print(f"{run.run_id} is {run.state}, and no rank or node has failed so far")
     elif run.state == "failed":
         record.verdict, record.state = run.verdict, run.state
         print("\n".join(verdict_screen.failed_screen(record, found)))
+    elif run.state == "stopped":
+        again = verdict_screen.resume_command(run)
+        print(f"{run.run_id} was {run.verdict or found.text}; {again} goes on with it")
     elif not found.when:
         print(f"{run.run_id} {found.text}" if found.outcome == "succeeded" else f"{run.run_id}: {found.text}")
     else:

@@ -1,8 +1,8 @@
 """List the runs on record, oldest first; compare some.
 
-Of each run: when it was started and how long it was up (all its starts together), how far it came, the best
-value of its metric, its goodput (share of its time that trained steps which count; – where no step was told),
-its state and how it ended. A step with ~ is guessed, from a tqdm bar or a line as `iter 100: loss 3.1` among
+Each line shows when the run was started and how long it was up (all its starts together), how far it came, the
+best value of its metric, its goodput (share of its time that trained steps which count; – where no step was
+told), its state and how it ended. A step with ~ is guessed, from a tqdm bar or a line as `iter 100: loss 3.1` among
 the last that rank 0 printed; a script that writes STEP/TOTAL to the file $NODEKIT_PROGRESS_FILE tells it itself.
 
 Nothing but this machine is asked. `left` is a run that is on record as running while nobody looks after it:

@@ -3,8 +3,8 @@
 It has a row for each node with what it does and uses, the loss, what is left to do, what has happened. Keys:
 arrows or a number mark a node, l follows its output, d drains it, s stops the job (after a question), q
 leaves, ? lists them all. Looking changes nothing: the run goes on when the view is closed, by q, Ctrl-C or a
-lost connection. Where the output is no terminal, lines are printed in its place. Of a run that is over the
-last state and the verdict are shown.
+lost connection. Where the output is no terminal, lines are printed in its place. After the run
+has ended, its last state and the verdict are shown.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """End what earlier runs have left on the hosts.
 
-Processes whose agent is gone, their shared memory, and agents of runs that are over. Each is known by what
-the run has recorded of it (pid, start time and boot), and by nothing else: what only looks like it is left
-alone, and so is a run that is running.
+It ends processes whose agent is gone and agents of runs that are over, and removes their shared memory. It
+knows each by what the run has recorded of it (pid, start time and boot), and by nothing else: what only looks
+like it is left alone, and so is a run that is running.
 
-What has said something in the last two minutes may still train: that is ended only if you say so.
+A process that has reported in the last two minutes may still train: it is ended only if you say so.
 
 A host that a run has drained because something of it is broken, such as a GPU, is left out of the runs to
 come. --forgive lets them use it again, when it is mended; nothing is ended then.

@@ -2,7 +2,7 @@
 
 To mend or reboot it, for example. Its ranks save a snapshot with the others, it leaves, and the others train
 on without it, or with a spare in its place. It is not taken back before --undo. A node that the job cannot do
-without (nodes.min) stays. Of a run that is stopped and started again no node is drained.
+without (nodes.min) stays. After a run is stopped and started again, no node is drained.
 """
 
 from __future__ import annotations

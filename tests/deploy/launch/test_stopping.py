@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from fake_nodes import FakeChannel, Nodes
 
+from nodekit.deploy.commands import cli
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import ChannelLost, RemoteError
 from nodekit.deploy.launch import stopping, watch
@@ -222,6 +224,19 @@ def test_a_stopped_run_goes_on_by_the_command_it_was_started_with(
     nodes.run.finish_stopped()
     watch.conclude(nodes.run, {}, Verdict("stopped", "it was stopped"))
     assert f"kit up {nodes.run.inventory_path} -- train.py begins it anew" in capsys.readouterr().out
+
+
+def test_why_a_run_was_stopped_is_told_with_how_to_go_on(
+    nodes: Nodes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = nodes.run
+    run.say_stop("kit down")
+    run.finish_stopped()
+    again = f"kit up {run.inventory_path}"
+    assert cli.main(["why", run.run_id]) == 0
+    assert capsys.readouterr().out == f"{run.run_id} was stopped by kit down; {again} goes on with it\n"
+    assert cli.main(["why", "--json", run.run_id]) == 0
+    assert json.loads(capsys.readouterr().out)["resume"] == again
 
 
 @pytest.mark.parametrize("outcome", ["stopped", "failed"])
