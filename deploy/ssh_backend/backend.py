@@ -20,6 +20,7 @@ from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options, StopOption
 from nodekit.deploy.launch.watch import leave_a_supervisor, stopped_text, told_of_a_full_disk
 from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.output.interrupts import Interrupts
+from nodekit.deploy.output.wording import count, size_text
 from nodekit.deploy.plan import script
 from nodekit.deploy.records import events, fetchlogs, find_runs, locks, runs, secret_files
 from nodekit.deploy.records.events import Event, Gatherer
@@ -29,7 +30,7 @@ from nodekit.deploy.screen.verdict_screen import resume_command
 from nodekit.deploy.screen.view import View, fits_screen, show_last
 from nodekit.deploy.story.status import Status, absence, status_line
 from nodekit.deploy.supervise import drain, policy
-from nodekit.deploy.supervise.node_client import NodeClient, secrets_of
+from nodekit.deploy.supervise.node_client import NodeClient, list_code, secrets_of
 from nodekit.deploy.supervise.observation import seen_of
 from nodekit.deploy.supervise.observer import Left, Over, StopAsked
 from nodekit.deploy.supervise.state import Rules
@@ -401,10 +402,18 @@ def _gather_unwatched(client: NodeClient) -> None:
 def _dry_run(inventory: Inventory, options: Options) -> int:
     """Print exactly what would run, and run nothing."""
     from nodekit.deploy.launch import start
+    from nodekit.deploy.plan import plan
+    from nodekit.deploy.story import leftout
 
     secrets_of(inventory)
     secret_files.notify_secrets(inventory)
     script.find(inventory, options.command)
+    tree = list_code(inventory, options.command)
     planned = start.planned(inventory, options)
-    print(planned.to_json() if options.json else planned.to_text())
+    if options.json:
+        print(planned.to_json())
+        return 0
+    left_out = leftout.find(tree, plan.argv_of(inventory, options.command))
+    sent = f"{count(tree.num_files, 'file')}, {size_text(tree.size_bytes)}, from {inventory.job.code}"
+    print(planned.to_text(), "", "code sent to each host", *(f"  {each}" for each in (sent, *left_out.said())), sep="\n")
     return 0

@@ -629,6 +629,14 @@ print("a model of", vocabulary, "words on", size, "bytes", flush=True)
 """
 
 
+def test_a_dry_run_says_what_would_be_sent(local: Kit) -> None:
+    (local.folder / "job.py").write_text("print('up')\n")
+    done = local.run("up", "two nodes.yaml", "--dry-run", "--", "job.py")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\n\ncode sent to each host\n  2 files, \d+ bytes, from \S.*\n$", done.stdout), done.stdout
+    assert "nodes" in json.loads(local.run("up", "two nodes.yaml", "--dry-run", "--json", "--", "job.py").stdout)
+
+
 def test_data_that_git_ignores_is_told_and_named_where_it_is_missed_and_sent_where_kitignore_says_so(
     local: Kit,
 ) -> None:
