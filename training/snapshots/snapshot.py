@@ -498,7 +498,14 @@ class Snapshots:
         # torch 2.4, with which `Snapshots` are refused by a message of ours, lacks it.
         from torch.serialization import get_unsafe_globals_in_checkpoint
 
-        if unsafe := get_unsafe_globals_in_checkpoint(payload):
+        try:
+            unsafe = get_unsafe_globals_in_checkpoint(payload)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"a snapshot holds what torch.load reads with weights_only, and that does not read this one ({error}): "
+                "an integer of more than 255 bytes, for one, is to be converted to text before it is saved"
+            ) from error
+        if unsafe:
             raise ValueError(
                 f"a snapshot holds tensors and plain python values, not {', '.join(unsafe)}: convert these before "
                 "they are saved (of numpy's, a number by .item() and an array by torch.from_numpy)"
