@@ -356,11 +356,10 @@ class _Starting:
             with run.changing():
                 _refuse_stopped(run)  # it came before the go of some, or between the gos
                 run.state = "running"
-            started = _wait_started(client, active)
-            world_size = sum(node.nproc_per_node for node in planned.active if node.name in started)
-            said.append(f"{count(len(started), 'node')}, world size {world_size}")
-            if absent := [name for name in active if name not in started]:
-                said.append(f"{', '.join(absent)} not yet with the others: {_NOT_REACHED}")
+            without = _wait_started(client, active, least=self._inventory.nodes.min)
+            world_size = sum(node.nproc_per_node for node in planned.active if node.name not in without)
+            said.append(f"{count(len(active) - len(without), 'node')}, world size {world_size}")
+            said += [f"without {error}" for error in without.values()]
             if len(active) < len(client.channels):
                 said.append(count(len(client.channels) - len(active), "spare"))
 
@@ -481,35 +480,38 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
     return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
 
 
-def _wait_started(client: NodeClient, names: Sequence[str]) -> list[str]:
-    """Wait until workers run (or a node has more to say than that); return the nodes where that is so.
+def _wait_started(client: NodeClient, names: Sequence[str], *, least: int) -> dict[str, KitError]:
+    """Wait until workers run (or a node has more to say than that); the nodes that the job begins without, and why.
 
-    These are all nodes, unless enough of them have begun without the others: a node that cannot reach them is no reason
-    to stop a job that trains.
+    That a node is lost meanwhile, or cannot reach those that train, is no reason to stop these.
 
     Raises:
-        HostError: an agent ended at once, or the nodes did not find each other in time.
+        HostError: an agent ended at once, a host was lost, or the nodes did not find each other in time; of the first,
+            where the others meet, or of so many that fewer than `least` are left.
         KitError: the run was stopped.
     """
     deadline = time.monotonic() + STARTED_TIMEOUT_S
-    is_in_vain = threading.Event()  # one has ended, and the others would wait for it until the deadline
-    started: list[str] = []
+    is_in_vain = threading.Event()  # too few are left, and would wait for the others until the deadline
     members: set[str] = set()
+    absent: dict[str, KitError] = {}
+    lost: dict[str, KitError] = {}
+
+    def are_too_few() -> bool:
+        return names[0] in lost or len(names) - len(lost) < least
 
     def wait(name: str) -> None:
         while not is_in_vain.is_set():
             status = client.status(name)
             if status.get("state") in ("running", "waiting", *runs.ENDED):
                 members.update(status.get("members", ()), [name] if status["state"] == "succeeded" else [])
-                started.append(name)
-                return
-            if members and name not in members:
                 return
             if not status["alive"]:
-                is_in_vain.set()
                 raise HostError(
                     name, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}"
                 )
+            if members and name not in members:
+                absent[name] = HostError(name, "not yet with the others", cure=_NOT_REACHED)
+                return
             if time.monotonic() > deadline:
                 raise HostError(
                     name,
@@ -519,9 +521,17 @@ def _wait_started(client: NodeClient, names: Sequence[str]) -> list[str]:
                 )
             time.sleep(0.05)
 
-    try:
-        _on_nodes(names, wait)
-    except KitError:
+    def wait_or_lose(name: str) -> None:
+        try:
+            wait(name)
+        except KitError as error:
+            lost[name] = error
+            if are_too_few() and time.monotonic() < deadline:
+                is_in_vain.set()
+            raise
+
+    found = on_all({name: name for name in names}, wait_or_lose)
+    if lost:
         _refuse_stopped(client.run)  # that is why an agent has ended
-        raise
-    return started
+    all_or_raise(found if are_too_few() else {name: found[name] for name in names if name not in lost})
+    return {name: each for name in names if (each := lost.get(name) or absent.get(name))}

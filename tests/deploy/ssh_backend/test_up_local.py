@@ -329,8 +329,8 @@ def test_ctrl_c_while_a_run_starts_stops_what_has_started_and_again_kills_it(
     wait_started, stop_all = start._wait_started, NodeClient.stop_all
     asked: list[bool] = []
 
-    def interrupted(*args: Any) -> None:
-        wait_started(*args)
+    def interrupted(*args: Any, **more: Any) -> None:
+        wait_started(*args, **more)
         interrupt()
 
     def interrupted_again(client: NodeClient, *, grace_s: float = 30.0, force: bool = False) -> Any:
@@ -359,12 +359,27 @@ def test_an_agent_that_ends_at_once_is_told_of_at_once_though_the_others_wait_fo
     client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
     began = time.monotonic()
     with pytest.raises(KitError) as error:
-        start._wait_started(client, list(nodes))
+        start._wait_started(client, list(nodes), least=2)
     assert (str(error.value), len(error.value.errors)) == ("a: its agent ended at once: no such module", 1)
     assert time.monotonic() - began < start.STARTED_TIMEOUT_S / 2
     run.stopped_by = "kit down"
     with pytest.raises(KitError, match="r was stopped while it was being started, by kit down"):
-        start._wait_started(client, list(nodes))
+        start._wait_started(client, list(nodes), least=2)
+
+
+def test_an_elastic_job_starts_without_a_node_that_is_lost_while_they_meet() -> None:
+    nodes: dict[str, Any] = {
+        "a": {"alive": True, "state": "running"},
+        "b": {"alive": True, "state": "running"},
+        "c": {"alive": False, "agent_log": "no such module"},
+    }
+    run = SimpleNamespace(run_id="r", stopped_by="")
+    client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
+    lost = start._wait_started(client, list(nodes), least=2)
+    assert [str(each) for each in lost.values()] == ["c: its agent ended at once: no such module"]
+    for names, least in ((["a", "b", "c"], 3), (["c", "a", "b"], 2)):  # the others meet at the first one
+        with pytest.raises(KitError, match=r"^c: its agent ended at once"):
+            start._wait_started(client, names, least=least)
 
 
 @pytest.mark.parametrize("state", ["running", "succeeded"])
@@ -633,8 +648,12 @@ def test_a_dry_run_says_what_would_be_sent(local: Kit) -> None:
     (local.folder / "job.py").write_text("print('up')\n")
     done = local.run("up", "two nodes.yaml", "--dry-run", "--", "job.py")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"\n\ncode sent to each host\n  2 files, \d+ bytes, from \S.*\n$", done.stdout), done.stdout
-    assert "nodes" in json.loads(local.run("up", "two nodes.yaml", "--dry-run", "--json", "--", "job.py").stdout)
+    assert re.search(r"\n\ncode sent to each host\n  2 files, \d+ bytes, from \S.*\n$", done.stdout), (
+        done.stdout
+    )
+    assert "nodes" in json.loads(
+        local.run("up", "two nodes.yaml", "--dry-run", "--json", "--", "job.py").stdout
+    )
 
 
 def test_data_that_git_ignores_is_told_and_named_where_it_is_missed_and_sent_where_kitignore_says_so(
