@@ -177,5 +177,7 @@ def conclude(reader: Reader, sources: Sequence[Source]) -> int:
         is_span = len(ranks) > 1 and len(ranks) == ranks[-1] - ranks[0] + 1
         those = f"ranks {ranks[0]} to {ranks[-1]}" if is_span else f"rank {', '.join(map(str, ranks))}"
         there = f", which are of {those}" if ranks else ""
-        print(f"kit: no such line in the logs of {names}{there}" if names else "kit: no logs", file=sys.stderr)
+        print(
+            f"kit: no such line in the logs of {names}{there}" if names else "kit: no logs", file=sys.stderr
+        )
     return 1 if reader.failed else 0

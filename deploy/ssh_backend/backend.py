@@ -415,5 +415,6 @@ def _dry_run(inventory: Inventory, options: Options) -> int:
         return 0
     left_out = leftout.find(tree, plan.argv_of(inventory, options.command))
     sent = f"{count(tree.num_files, 'file')}, {size_text(tree.size_bytes)}, from {inventory.job.code}"
-    print(planned.to_text(), "", "code sent to each host", *(f"  {each}" for each in (sent, *left_out.said())), sep="\n")
+    lines = [f"  {each}" for each in (sent, *left_out.said())]
+    print(planned.to_text(), "", "code sent to each host", *lines, sep="\n")
     return 0

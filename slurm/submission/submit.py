@@ -49,7 +49,9 @@ def submit(
     if test:
         return _test(folder, parameters)
     executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_timeouts)
-    executor.update_parameters(**{"array_parallelism": len(run_dirs), **written(parameters)})  # submitit's own is 256
+    executor.update_parameters(
+        **{"array_parallelism": len(run_dirs), **written(parameters)}
+    )  # submitit's own is 256
     folders = [Path(run_dir, "slurm") for run_dir in run_dirs]
     try:
         for each in folders:

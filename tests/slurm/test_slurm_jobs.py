@@ -438,7 +438,10 @@ def test_parameters_are_what_submitit_takes(
 
 def test_what_is_false_is_written_as_sbatch_takes_it(tmp_path: Path) -> None:
     """sbatch refuses `--exclusive=False`."""
-    given = {"nodes": 2, "extra": {"exclusive": False, "requeue": False, "no_kill": False, "spread_job": False}}
+    given = {
+        "nodes": 2,
+        "extra": {"exclusive": False, "requeue": False, "no_kill": False, "spread_job": False},
+    }
     asked = parameters(
         inventory(tmp_path, **given), name="r", run_dir="/s", python="p", kit_dir="/k", minutes=9
     )

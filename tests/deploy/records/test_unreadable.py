@@ -134,7 +134,9 @@ def test_a_folder_in_place_of_the_word_to_stop_is_refused_in_words(tmp_path: Pat
     run.say_stop("kit down")
     folder_in_place(run.folder / "stop")
     run.say_stop("kit down")
-    with pytest.raises(KitError, match=rf"stop cannot be removed: .*; while it is there, {run.run_id} counts as"):
+    with pytest.raises(
+        KitError, match=rf"stop cannot be removed: .*; while it is there, {run.run_id} counts as"
+    ):
         run.say_stop("")
 
 
