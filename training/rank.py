@@ -168,7 +168,7 @@ def train(options: Options, parent: Parent | None = None) -> int:
             code = _train(options, world, task, parent)
     except InUse as error:
         return refused(error)
-    if text := node_lines.end(world, folder, is_trained=code == 0, early_stop=options.early_stop):
+    if text := node_lines.end(world, folder, exit_status=code, early_stop=options.early_stop):
         print(text, flush=True)
     return code
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nodekit.training.reporting import node_lines
 from nodekit.training.reporting.report import Report, _process_age_s
 from nodekit.training.world import World
 
@@ -173,3 +174,18 @@ def test_a_result_of_somebody_else_is_replaced(tmp_path: Path, there: str) -> No
     report._world, report._folder = world, tmp_path
     report.result({"steps": 4, "resumed_at_step": 4})
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "said"),
+    [
+        (143, ": the same command goes on"),
+        (1, ": when what is said above is mended, the same command goes on"),
+    ],
+)
+def test_the_same_command_is_not_said_to_go_on_where_it_was_refused(
+    tmp_path: Path, exit_status: int, said: str
+) -> None:
+    (tmp_path / "g0000-s000000001.json").touch()
+    world: Any = SimpleNamespace(node_rank=0, snapshot_dir=tmp_path)
+    assert f"{tmp_path}{said} from there" in node_lines.end(world, tmp_path, exit_status=exit_status)

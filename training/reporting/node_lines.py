@@ -22,9 +22,9 @@ def met(world: World) -> str:
     return f"{_node(world)}: all {world.world_size} ranks are there" if _waits(world) else ""
 
 
-def end(world: World, folder: Path, *, is_trained: bool, early_stop: int | None = None) -> str:
+def end(world: World, folder: Path, *, exit_status: int, early_stop: int | None = None) -> str:
     """The line at the end; the first rank of each node prints it. "" if there is nothing to go on from."""
-    if is_trained:
+    if exit_status == 0:
         best = f"the best weights are in {folder / 'best'}, " if (folder / "best").is_dir() else ""
         text = f"{best}the last in {folder / 'last'}"
         more = "more --epochs"
@@ -37,7 +37,9 @@ def end(world: World, folder: Path, *, is_trained: bool, early_stop: int | None 
     snapshots = world.snapshot_dir or folder / "snapshots"
     if not any(snapshots.glob("g*.json")):
         return ""
-    return f"{_node(world)}: the newest snapshot is in {snapshots}: the same command goes on from there"
+    # What was refused, as too few --epochs, would be refused again.
+    when = "when what is said above is mended, " if exit_status == 1 else ""
+    return f"{_node(world)}: the newest snapshot is in {snapshots}: {when}the same command goes on from there"
 
 
 def _node(world: World) -> str:
