@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_nodes import facts
+from fake_nodes import STATUS, Nodes, facts
 
+from nodekit.deploy.connect.channel import ChannelLost
 from nodekit.deploy.launch import start
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.sync import SyncResult
+from nodekit.inventory.errors import KitError
 
 
 def test_the_code_on_record_is_what_the_hosts_have_also_where_it_changed_while_it_was_sent(
@@ -26,3 +28,39 @@ def test_the_code_on_record_is_what_the_hosts_have_also_where_it_changed_while_i
     options = Options(inventory=tmp_path / "lab.yaml", quiet=True)
     _, digest = start._send(read, channels, {"a": facts("a")}, "lab-1", options)
     assert digest == "as it was sent"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (ChannelLost("b", "no answer within 30 s"), "b: no answer within 30 s"),
+        ({"alive": False, "state": None, "agent_log": "no torch\n"}, "b: its agent ended at once: no torch"),
+        ({"alive": False, "agent_log": ""}, "b: its agent ended at once: was it stopped?"),
+    ],
+)
+def test_a_start_ends_with_the_node_that_is_lost_and_not_with_those_that_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: ChannelLost | dict[str, Any], said: str
+) -> None:
+    """They would be said not to reach each other, after two minutes."""
+    nodes = Nodes(tmp_path, monkeypatch)
+
+    def status(host: str, _: Any) -> Any:
+        if host == "b" and isinstance(found, ChannelLost):
+            raise found
+        return {**STATUS, "state": "rendezvous", **(found if host == "b" else {})}
+
+    nodes.answers["status"] = status
+    monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 5.0)
+    with pytest.raises(KitError) as error:
+        start._wait_started(nodes.client, ["a", "b"], least=2)
+    assert str(error.value) == said
+
+
+def test_nodes_that_do_not_meet_in_time_are_said_not_to_reach_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.answers["status"] = lambda host, _: {**STATUS, "state": "running" if host == "b" else "rendezvous"}
+    monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 0.1)
+    with pytest.raises(KitError, match=r"^a: still rendezvous after 0 s.*firewall"):
+        start._wait_started(nodes.client, ["a", "b"], least=2)
