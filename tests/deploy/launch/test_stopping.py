@@ -310,3 +310,27 @@ def test_a_ctrl_c_just_after_the_end_does_not_keep_it_off_the_record(
         )
     assert (status, done, find("lab-1").state) == (3, ["logs", "close"], "failed")
     assert "lab-1 failed: it ended" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ('{"accuracy": 0.98765}', ", accuracy 98.77%"),
+        (
+            '{"accuracy": 0.5, "stopped_early": "loss is nan"}',
+            ", accuracy 50.00%; it ended early: loss is nan",
+        ),
+        ('{"accuracy": "high"}', ""),
+        ('[{"accuracy": 0.5}]', ""),
+        ("0.5", ""),
+        ("{", ""),
+        (None, ""),
+    ],
+)
+def test_a_job_that_has_succeeded_is_said_to_have_whatever_its_script_wrote_as_its_result(
+    nodes: Nodes, capsys: pytest.CaptureFixture[str], result: str | None, said: str
+) -> None:
+    nodes.answers["read_file"] = lambda *_: result
+    nodes.run.started, nodes.run.ended = nodes.run.created, nodes.run.created + 7.0
+    assert watch.conclude(nodes.run, nodes.client.channels, Verdict("succeeded", "trained to the end")) == 0
+    assert capsys.readouterr().out.strip().splitlines()[0] == f"lab-1 trained to the end in 7 s{said}"
