@@ -384,6 +384,7 @@ class Loop:
         if self.last_whole_step.is_known_late:
             self._step_is_whole()
         if not self._sums:
+            self.waits.step()
             return False
         if not self._is_prepared:
             self._prepare_snapshots()

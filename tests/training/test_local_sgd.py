@@ -60,6 +60,31 @@ def test_steps_apart_are_steps_apart_and_engines_agree(tmp_path: Path) -> None:
         assert losses(tmp_path / other) == pytest.approx(apart, abs=1e-5)
 
 
+SLOW_DATA = """
+import time
+from nodekit.training.tasks.digits import Digits, Pixels
+class Slow(Pixels):
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return super().__getitem__(index)
+class Task(Digits):
+    def train_data(self):
+        data = super().train_data()
+        return Slow(data.images, data.labels)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_rank_waits_for_in_steps_apart_is_compared_with_the_time_of_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its data would be said to be what the others wait for."""
+    monkeypatch.setenv("NODEKIT_PROGRESS_FILE", str(tmp_path / "rank0"))
+    train(tmp_path / "out", *task(tmp_path, SLOW_DATA), "--epochs", "1", "--local-sgd", "5", num_ranks=1)
+    found = json.loads((tmp_path / ".waits0").read_text())
+    assert 0.05 * found["steps"] <= found["loading_s"] <= found["seconds"]
+
+
 @pytest.mark.slow
 def test_a_rank_is_lost_between_two_meetings(tmp_path: Path) -> None:
     # Due at 10, 20, 30 …, taken at the next meeting: 12, 20, 32 …
