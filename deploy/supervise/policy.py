@@ -233,8 +233,10 @@ def _fill(turn: Turn) -> None:
         turn.change(port=seen[state.host].port)
     orphans = [name for name in turn.own if seen[name].state == "orphaned" and name not in turn.rules.drained]
     # What they were told of the host may be of an earlier process there. Not as a "join": it would count as coming.
+    # Nor while voters are asked for: of the two only the last would be known, and both be asked for in each decision.
     for name in orphans if has_host else ():
-        turn.ask(name, "stray", STRAY_S, Join(name))
+        if state.granted in (None, seen[name].voters):
+            turn.ask(name, "stray", STRAY_S, Join(name))
     out = {name for name in turn.own if seen[name].state == "fenced"}
     if turn.rounds:  # one that has not found the others for long makes room
         out |= set(orphans) - voters

@@ -144,6 +144,26 @@ def test_a_spare_comes_in_for_one_that_does_not_find_the_others_and_has_no_vote(
     assert Start("e", is_new=True) in story.sees(600, d=agent("orphaned"), **three)
 
 
+def test_a_spare_does_not_come_for_one_that_does_not_find_the_others_while_they_do_not_train() -> None:
+    """They may be about to meet, and would be too many."""
+    story = Story(nodes=("a", "b", "c"))
+    three = {name: agent("rendezvous") for name in "abc"}
+    done = story.sees(15, d=agent("orphaned"), **three)
+    assert not [action for action in done if isinstance(action, Start)]
+
+
+def test_who_does_not_find_the_others_is_told_again_where_they_are_and_does_not_count_as_coming() -> None:
+    """What it was told may be of an earlier process there."""
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR)).all_run()
+    three = {name: running("a", "b", "d") for name in "abd"}
+    assert story.sees(4, c=agent("orphaned"), **three) == [Join("c")]
+    smaller = Voters(0, 1, ("a", "b", "d"))
+    done = story.sees(4)
+    assert sorted(map(str, done)) == sorted(str(SetVoters(name, smaller)) for name in FOUR), "each once"
+    seen = {name: running("a", "b", "d", voters=smaller) for name in "abd"}
+    assert story.sees(40, c=agent("orphaned", voters=smaller), **seen) == [Join("c"), Join("c")]
+
+
 def test_all_that_trained_when_they_were_seen_are_counted_while_out_of_sight() -> None:
     rules = Rules(nodes=FOUR, min_nodes=2, max_nodes=3)
     story = Story(rules, nodes=("a", "b", "c")).all_run(("a", "b", "c"))
@@ -365,6 +385,12 @@ def test_below_the_fewest_nodes_it_waits_and_gives_up_in_the_end() -> None:
     assert finish == Finish("failed", "waited 600 s for enough nodes", TOO_FEW_NODES)
 
 
+def test_it_is_not_said_how_a_job_goes_on_where_no_node_is_there() -> None:
+    story = Story(rules=dataclasses.replace(RULES, wait_s=600), nodes=("a", "b"))
+    said = story.says(10, **{name: ended() for name in "ab"}, c=UNSEEN, d=UNSEEN, e=UNSEEN)
+    assert said[-1] == "0 of at least 2 nodes are there; waiting up to 600 s for a, b, c, d, e"
+
+
 def test_it_never_gives_up_while_those_out_of_sight_may_be_training() -> None:
     story = Story(rules=dataclasses.replace(RULES, wait_s=600)).all_run()
     story.seen.update({name: lost(story.seen[name]) for name in "abc"})
@@ -452,6 +478,15 @@ def test_the_voters_are_reduced_to_those_who_train_on_and_extended_again() -> No
     larger = Voters(0, 2, FOUR)
     done = story.sees(7, **{name: running(*FOUR, voters=smaller) for name in FOUR})
     assert done == [SetVoters(name, larger) for name in FOUR]
+
+
+def test_the_voters_stay_while_a_node_is_missed_for_a_few_seconds_now_and_then() -> None:
+    story = Story(rules=dataclasses.replace(RULES, nodes=FOUR)).all_run()
+    three = {name: running("a", "b", "c") for name in "abc"}
+    for _ in range(3):
+        assert story.sees(4, d=lost(agent("orphaned")), **three) == []
+        assert story.sees(1, **{name: running(*FOUR) for name in FOUR}) == []
+    assert len(story.sees(6, d=lost(agent("orphaned")), **three)) == 3
 
 
 def test_fewer_voters_count_only_once_most_of_them_hold_what_was_committed() -> None:
