@@ -330,7 +330,29 @@ def test_a_ctrl_c_just_after_the_end_does_not_keep_it_off_the_record(
 def test_a_job_that_has_succeeded_is_said_to_have_whatever_its_script_wrote_as_its_result(
     nodes: Nodes, capsys: pytest.CaptureFixture[str], result: str | None, said: str
 ) -> None:
-    nodes.answers["read_file"] = lambda *_: result
+    nodes.answers["read_file"] = lambda host, _: (
+        result if host == "a" else '{"accuracy": 0.1}'
+    )  # rank 0 is on a
     nodes.run.started, nodes.run.ended = nodes.run.created, nodes.run.created + 7.0
     assert watch.conclude(nodes.run, nodes.client.channels, Verdict("succeeded", "trained to the end")) == 0
     assert capsys.readouterr().out.strip().splitlines()[0] == f"lab-1 trained to the end in 7 s{said}"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status", "said"),
+    [
+        (
+            Verdict("stopped", "stopped"),
+            130,
+            "lab-1 was stopped; kit up {} begins it anew: it has no snapshot",
+        ),
+        (Verdict("failed", "it ended"), 3, "lab-1 failed: it ended"),
+        (Verdict("failed", "2 crashes", no_progress=True), 4, "lab-1 failed: 2 crashes"),
+    ],
+)
+def test_the_exit_status_says_how_a_run_ended_also_where_it_was_stopped_elsewhere(
+    nodes: Nodes, capsys: pytest.CaptureFixture[str], verdict: Verdict, status: int, said: str
+) -> None:
+    nodes.run.state = verdict.outcome
+    assert watch.conclude(nodes.run, nodes.client.channels, verdict) == status
+    assert said.format(nodes.run.inventory_path) in capsys.readouterr().out.splitlines()
