@@ -496,7 +496,8 @@ def test_fewer_voters_count_only_once_most_of_them_hold_what_was_committed() -> 
     three = {name: running("a", "b", "c", held=(0, 90)) for name in "abc"}
     assert story.sees(6, d=UNSEEN, **three) == [SetVoters(name, smaller) for name in "abc"]
     three = {name: dataclasses.replace(each, voters=smaller) for name, each in three.items()}
-    story.sees(5, **{**three, "a": dataclasses.replace(three["a"], held=(0, 100))})
+    waits = story.sees(6, **{**three, "a": dataclasses.replace(three["a"], held=(0, 100))})
+    assert waits == [], "all have written them down, and need not again"
     assert story.state.voters.version == 0
     story.sees(5, b=dataclasses.replace(three["b"], held=(0, 100)))
     assert story.state.voters == smaller

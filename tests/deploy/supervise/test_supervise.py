@@ -27,6 +27,7 @@ from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.screen.view import View
 from nodekit.deploy.story.verdict import Told, verdict
 from nodekit.deploy.supervise import drain, policy, record_writer, supervise
+from nodekit.deploy.supervise.node_client import BrokenHost
 from nodekit.deploy.supervise.observation import seen_of
 from nodekit.deploy.supervise.observer import Over
 from nodekit.deploy.supervise.state import (
@@ -43,7 +44,7 @@ from nodekit.deploy.supervise.state import (
     Stop,
 )
 from nodekit.deploy.supervise.supervise import Supervisor
-from nodekit.inventory.errors import KitError, NotWritten
+from nodekit.inventory.errors import HostError, KitError, NotWritten
 
 DONE = Told(state="succeeded")
 STOPPED = Told(state="stopped")
@@ -648,6 +649,28 @@ def test_a_broken_node_that_could_not_be_drained_is_so_as_soon_as_that_can_be(
     assert min(later - earlier for earlier, later in itertools.pairwise(tried)) >= 0.3
     assert len([text for text in view.said if str(error) in text]) == 1
     assert len([text for text in view.said if broken[1] in text]) == 1
+
+
+def test_a_start_that_failed_counts_and_what_is_broken_is_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, decide, deadline = Nodes(tmp_path, monkeypatch), policy.decide, time.monotonic() + 20
+
+    def start_anew(name: str, *_: object, **__: object) -> None:
+        raise BrokenHost("c", "GPU 3: Xid 79") if name == "c" else HostError(name, "no torch")
+
+    def until_drained(state: State, seen: Mapping[str, Observation], now: float, rules: Rules) -> Any:
+        if ("c" in rules.drained and state.known["d"].failures) or time.monotonic() > deadline:
+            return state, (Finish("succeeded"),)
+        return decide(state, seen, now, rules)
+
+    monkeypatch.setattr(nodes.client, "start_anew", start_anew)
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, view):
+        monkeypatch.setattr(policy, "decide", until_drained)
+        supervisor.watch()
+    assert nodes.run.drained_because == {"c": "GPU 3: Xid 79"}
+    assert len(supervisor._state.known["d"].failures) == 1
+    assert "d: not started: no torch" in view.said
 
 
 def test_a_node_whose_plan_finds_no_room_is_not_started(
