@@ -651,6 +651,26 @@ def test_a_broken_node_that_could_not_be_drained_is_so_as_soon_as_that_can_be(
     assert len([text for text in view.said if broken[1] in text]) == 1
 
 
+def test_the_first_step_is_on_record_once_and_not_what_is_said_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long a start took is counted up to it."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    said = ("", "0/10", "1/10", "2/10")
+    status = {**fake_nodes.STATUS, "progress_time": 1.0}
+    nodes.parts["a"] = [{"status": {**status, "progress": each}} for each in said]
+    deadline = time.monotonic() + 20
+
+    def decide(state: State, _: int) -> tuple[State, list[Action]]:
+        is_over = not nodes.parts["a"] or time.monotonic() > deadline
+        return state, [Finish("succeeded")] if is_over else []
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+    first = [each for each in events.read(nodes.run.folder) if each.kind == "first-progress"]
+    assert [(each.fields["about"], each.fields["progress"]) for each in first] == [("a", "1/10")]
+
+
 def test_a_start_that_failed_counts_and_what_is_broken_is_drained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
