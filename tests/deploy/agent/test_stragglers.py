@@ -169,6 +169,10 @@ def test_a_slow_link_is_named_where_all_wait() -> None:
     assert found is not None
     assert found.line.startswith("the link of n1 makes all wait")
     assert found.is_of_the_host
+    found = name(linked({("n1", "n2"): 0.9, ("n2", "n1"): 0.8}))
+    assert found is not None
+    assert found.line.startswith("the link between n1 and n2 makes all wait")
+    assert not found.is_of_the_host, "either end may be the reason"
     assert name(linked({("n1", "n2"): 0.9}, own=0.9)) is None, "they compute"
     assert name(linked({("n0", "n1"): 0.9, ("n1", "n2"): 0.9, ("n2", "n0"): 0.9})) is None, "all are as slow"
     assert name(linked({("n0", "n1"): 0.9, ("n1", "n2"): 0.4})) is None, "not clear"

@@ -671,6 +671,47 @@ def test_the_first_step_is_on_record_once_and_not_what_is_said_before_it(
     assert [(each.fields["about"], each.fields["progress"]) for each in first] == [("a", "1/10")]
 
 
+def test_who_asked_is_told_how_it_has_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put on record between the last look and the end: of it a notification tells."""
+
+    class Asked:
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        def event(self, event: events.Event) -> None:
+            self.events.append(event.kind)
+
+        def see(self, statuses: Mapping[str, Any]) -> None:
+            pass
+
+        def close(self) -> None:
+            self.events.append("closed")
+
+    nodes, asked = Nodes(tmp_path, monkeypatch), Asked()
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [Finish("failed", "no node is left")])) as (
+        supervisor,
+        _,
+    ):
+        supervisor._observers.append(asked)
+        supervisor.watch()
+        nodes.run.finish("failed", "no node is left", None)
+    assert asked.events[-2:] == ["run-ended", "closed"]
+
+
+def test_a_node_that_cannot_be_reached_is_said_so_once_and_again_when_it_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, view):
+        gone = HostError("b", "no answer within 3 s")
+        for _ in range(3):
+            supervisor._take("b", "lost", gone)
+        supervisor._take("b", "ended", dict(fake_nodes.STATUS))
+        supervisor._take("b", "lost", gone)
+    lost = "b: no connection from here: no answer within 3 s; trying again"
+    assert view.said == [lost, "b: reached again", lost]
+
+
 def test_a_start_that_failed_counts_and_what_is_broken_is_drained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
