@@ -712,6 +712,42 @@ def test_a_node_that_cannot_be_reached_is_said_so_once_and_again_when_it_was_the
     assert view.said == [lost, "b: reached again", lost]
 
 
+@pytest.mark.parametrize("by", ["", "kit down"])
+def test_nobody_is_started_or_called_in_any_more_once_somebody_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.run.say_stop(by)
+    asked: list[str] = []
+    monkeypatch.setattr(nodes.client, "start_anew", lambda name, *_, **__: asked.append(name))
+    monkeypatch.setattr(nodes.client, "join", lambda name, _: asked.append(name))
+    monkeypatch.setattr(nodes.client, "fence", lambda *_: asked.append("fenced"))
+    actions: list[Action] = [Start("c", is_new=True), Join("b"), Fence("a", 1)]
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
+        for action in actions:
+            supervisor._do(action, supervisor._state)
+        until(lambda: "fenced" in asked and (bool(by) or len(asked) == 3))
+    assert sorted(asked) == (["fenced"] if by else ["b", "c", "fenced"])
+
+
+def test_those_who_cannot_be_reached_are_not_counted_on_where_a_slow_node_is_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, found = Nodes(tmp_path, monkeypatch), list[str]()
+    job = nodes.inventory.job.model_copy(update={"on_slow": "drain"})
+    nodes.client.inventory = nodes.inventory.model_copy(update={"job": job})
+
+    def look(*_: object, absent: list[str]) -> list[str]:
+        found.extend(absent)
+        return []
+
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
+        monkeypatch.setattr(supervisor._slow_nodes, "drain", look)
+        supervisor._take("b", "lost", HostError("b", "no answer within 3 s"))
+        supervisor._decide()
+    assert found == ["b"]
+
+
 def test_a_start_that_failed_counts_and_what_is_broken_is_drained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
