@@ -708,6 +708,9 @@ def test_an_error_of_ones_own_is_no_lost_rank() -> None:
     assert not connections.is_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not connections.is_lost_rank(ConnectionError("Connection refused"))
     assert not connections.is_lost_rank(None)
+    # An error with several arguments, from a data loader's worker, comes as a RuntimeError, with its traceback.
+    assert not connections.is_lost_rank(RuntimeError("host data, port 80: [Errno 111] Connection refused"))
+    assert not connections.is_lost_rank(RuntimeError("/data/igloos/0.png: Broken pipe"))
 
 
 def test_a_progress_file_has_room_for_a_stage() -> None:

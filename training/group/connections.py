@@ -22,10 +22,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-_OF_GLOO = re.compile(
-    r"gloo|Connection (closed|reset) by peer|Broken pipe|Connection refused|Horovod has been shut down"
-)
-"""What an error of gloo's says, or Horovod's."""
+_OF_GLOO = re.compile(r"gloo[/\\]\S*\.(?:cc|h)\b|Horovod has been shut down")
+"""What an error of gloo's says, which names its source file, or Horovod's.
+
+Not "Connection refused" alone: a user's data server may be gone, and each attempt would fail at the same step, as if
+another rank were lost, without a traceback.
+"""
 DEAF_S = 1.5
 """A main thread that waits so long for others after their connections have been shut is not told of it any more."""
 _LOOK_S, _IDLE_S = 0.1, 0.005

@@ -288,7 +288,7 @@ def begins(self):
     if os.environ["RANK"] == "0" and self.newest == 29 and not os.path.exists("behind"):
         open("behind", "w").close()
         time.sleep(0.5)
-        raise RuntimeError("gloo: as if the sum had arrived at all ranks but this one")
+        raise RuntimeError("gloo/pair.cc: as if the sum had arrived at all ranks but this one")
     update_begins(self)
 LastWholeStep.update_begins = begins
 """
@@ -475,7 +475,7 @@ def gather_once(self, value):
     lost = "lost"
     if isinstance(value, dict) and self.rank == 1 and not os.path.exists(lost):
         open(lost, "w").close()
-        raise RuntimeError("gloo: as if a rank were lost while this one waits for its part, and the others have it all")
+        raise RuntimeError("gloo/pair.cc: as if a rank were lost while this one waits, and the others have it all")
     return found
 World.gather = gather_once
 """
