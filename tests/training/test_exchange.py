@@ -61,6 +61,7 @@ class Damaged(exchange.TensorBytes):
         super().write(memoryview(bytearray(b"?" * len(data))) if self.is_damaged else data)
 exchange.TensorBytes = Damaged
 logging.basicConfig()
+torch.set_default_device("meta")  # as a script's own that is not the CPU
 with World.from_env() as world:
     for scenario in sorted(Path(sys.argv[1]).iterdir()):
         passes.clear()
@@ -77,7 +78,8 @@ with World.from_env() as world:
         if (path := scenario / f"rank {world.rank} keeps").exists():
             *age, attempt = path.read_text().split()
             age = tuple(map(int, age))
-            state = {"step": age[1], "weights": torch.full((2000,), world.rank), "data": [{"epoch": world.rank}]}
+            weights = torch.full((2000,), world.rank, device="cpu")
+            state = {"step": age[1], "weights": weights, "data": [{"epoch": world.rank}]}
             here = replace(here, kept=Kept(state, age, lambda: False, attempt))
         if world.rank == 3 and (scenario / "arrives damaged").exists():
             Damaged.left = int((scenario / "arrives damaged").read_text())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nodekit.training.group.collectives import numbers_on
 from nodekit.training.snapshots.hostcopy import Gathered, HostCopy, gather_for_others
 
 GPU = torch.device("cuda", 3)
@@ -139,6 +140,14 @@ def test_tensors_are_gathered_one_at_a_time_and_only_the_copy_is_kept(keeps: boo
     assert len(alive) == 4
     assert most == 1
     assert not any(each() is not None for each in alive)
+
+
+def test_a_scripts_default_device_is_not_that_of_the_copy() -> None:
+    state = {"x": torch.ones(3), "empty": torch.ones(0)}
+    with torch.device("meta"):  # torch.set_default_device("cuda") does the same
+        copied = HostCopy().take(state)
+        assert numbers_on(torch.device("cpu"), [2.0]).tolist() == [2.0]
+    assert (copied["x"].tolist(), copied["empty"].device.type) == ([1.0] * 3, "cpu")
 
 
 def test_what_is_no_tensor_is_copied_too() -> None:

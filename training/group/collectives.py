@@ -52,7 +52,7 @@ def _padded(data: bytes, size: int) -> torch.Tensor:
 
 def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
     """A tensor of `sum_dtype`; from memory that is not pinned, the copy would wait for all work on the GPU."""
-    own = torch.tensor(numbers, dtype=sum_dtype(device))
+    own = torch.tensor(numbers, dtype=sum_dtype(device), device="cpu")
     if device.type == "cuda":
         # Not by the call above, which holds the GIL: new pinned memory may wait for the GPU, where NCCL may wait for a
         # lost rank, and the thread that is told of that would wait for the GIL.
@@ -76,7 +76,7 @@ def start_sum(values: torch.Tensor, world_size: int) -> Callable[[], list[float]
 
         return sums
 
-    here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    here = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     copying, arrived = _copying_stream(values.device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     copying.wait_stream(torch.cuda.current_stream(values.device))
     with torch.cuda.stream(copying):

@@ -438,7 +438,7 @@ def _send(
     receive: Callable[[memoryview], object] | None,
 ) -> None:
     """Send so many bytes in chunks from rank ``source``, where ``read`` fills each from its start on."""
-    chunk = torch.zeros(min(_CHUNK_BYTES, size_bytes), dtype=torch.uint8)
+    chunk = torch.zeros(min(_CHUNK_BYTES, size_bytes), dtype=torch.uint8, device="cpu")
     for start in range(0, size_bytes, _CHUNK_BYTES):
         part = chunk[: size_bytes - start]
         if world.rank == source:

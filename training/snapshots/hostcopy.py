@@ -94,7 +94,7 @@ class HostCopy:
             """The next tensor of the block, with a storage of its own: torch.save writes whole storages."""
             nonlocal start
             if not shape.numel():
-                return torch.empty(shape, dtype=dtype)
+                return torch.empty(shape, dtype=dtype, device="cpu")
             flat = torch.frombuffer(self._memory, dtype=dtype, count=shape.numel(), offset=start)
             start += _aligned(flat.nbytes)
             return flat.as_strided(shape, stride)
@@ -133,7 +133,7 @@ class HostCopy:
         if size_bytes <= self._memory.nbytes:
             return
         self._memory = np.empty(0, np.uint8)  # not both at the same time
-        memory = torch.empty(size_bytes, dtype=torch.uint8).numpy()
+        memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu").numpy()
         memory[::_PAGE_BYTES] = 0  # the system gives memory when it is first written
         if gpu is not None and self._pins:
             _lock(memory, gpu)

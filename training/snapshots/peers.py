@@ -90,7 +90,8 @@ class Peers:
     ) -> None:
         out_bytes, in_bytes = (each.size_bytes if each else 0 for each in (outgoing, incoming))
         out_chunk, in_chunk = (
-            torch.zeros(min(_CHUNK_BYTES, size), dtype=torch.uint8) for size in (out_bytes, in_bytes)
+            torch.zeros(min(_CHUNK_BYTES, size), dtype=torch.uint8, device="cpu")
+            for size in (out_bytes, in_bytes)
         )
         for start in range(0, max(out_bytes, in_bytes), _CHUNK_BYTES):
             out_part, in_part = out_chunk[: max(0, out_bytes - start)], in_chunk[: max(0, in_bytes - start)]

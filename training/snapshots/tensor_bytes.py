@@ -25,7 +25,7 @@ class Place:
 
     def empty(self) -> torch.Tensor:
         """Such a tensor on the CPU, of any content."""
-        return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
 
 def without_tensors(state: Any) -> Any:

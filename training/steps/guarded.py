@@ -39,11 +39,11 @@ def shared_flag(device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | Non
     thousand kernels wait for the device. None if the device, or this torch, cannot read the host's memory.
     """
     if device.type == "cpu":
-        flag = torch.zeros((), dtype=torch.float32)
+        flag = torch.zeros((), dtype=torch.float32, device="cpu")
         return flag, flag
     try:
         with torch.cuda.device(device):
-            flag = torch.zeros(1, dtype=torch.float32, pin_memory=True)
+            flag = torch.zeros(1, dtype=torch.float32, device="cpu", pin_memory=True)
             # Pinned memory has the same address on the device ("unified addressing" in CUDA's Programming Guide).
             place = {"data": (flag.data_ptr(), False), "shape": (1,), "typestr": "<f4", "version": 3}
             seen = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device=device)
