@@ -54,6 +54,7 @@ def test_every_sample_comes_once_per_epoch_whatever_the_world_size_becomes(
         for rank in ranks:
             rank.load_state_dict(state)
         assert ranks[0].steps_left == len(batches) - len(seen)
+        assert len(ranks[0]) == len([*ranks[0]])
         for _, parts in zip(range(num_steps), zip(*map(steps, ranks), strict=True), strict=False):
             assert len({len(part) for part in parts}) == 1, "ranks differ in their number of forward passes"
             assert sum(micro.share for part in parts for micro in part) == pytest.approx(1)

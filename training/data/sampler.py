@@ -112,8 +112,7 @@ class ElasticSampler:
             batch = order[start : start + self.batch_size]
             begin, end = (_cut(len(batch), rank, self.world_size) for rank in (self.rank, self.rank + 1))
             own = batch[begin:end].tolist()
-            largest = _cut(len(batch), 1, self.world_size)  # rank 0's: no rank has more
-            num_parts = -(-largest // self.micro_batch) if self.micro_batch else 1
+            num_parts = self._num_parts(len(batch))
             for part in range(num_parts):
                 indices = own[_cut(len(own), part, num_parts) : _cut(len(own), part + 1, num_parts)]
                 share = len(indices) / len(batch)
@@ -121,8 +120,22 @@ class ElasticSampler:
                     indices or batch[:1].tolist(), share, share * self.world_size, part == num_parts - 1
                 )
 
+    def _num_parts(self, num: int) -> int:
+        """Into how many micro-batches each rank's part of a global batch of so many samples is split."""
+        largest = _cut(num, 1, self.world_size)  # rank 0's: no rank has more
+        return -(-largest // self.micro_batch) if self.micro_batch else 1
+
     def __iter__(self) -> Iterator[list[int]]:
         return (micro.indices for micro in self.micro_batches())
+
+    def __len__(self) -> int:
+        """Micro-batches left in this epoch, and so the length of a DataLoader: what a progress bar shows."""
+        starts = range(self.offset, self.num_samples, self.batch_size)
+        return sum(
+            self._num_parts(min(self.batch_size, self.num_samples - start))
+            for start in starts
+            if (self.epoch, start) not in self.left_out
+        )
 
     def advance(self) -> None:
         """Move the offset behind one global batch, and behind those that are left out after it."""
