@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nodekit.deploy.connect.channel import HostChannel, on_all
@@ -21,14 +22,14 @@ Row = tuple[str, str]
 """A label and what stands beside it."""
 
 
-def left_behind(run: Run, channels: Mapping[str, HostChannel]) -> list[Row]:
+def left_behind(run: Run, channels: Mapping[str, HostChannel], without: Collection[str] = ()) -> list[Row]:
     """Rows for what there is of a run on its nodes: each kind on the first node that has it, and what its script wrote.
 
-    Says so of nodes that cannot be asked.
+    Says so of nodes that cannot be asked. What is on nodes ``without`` which the run ended is older than the others'.
     """
     there = {name: (run.nodes[name], channels[name]) for name in run.nodes if name in channels}
     found = on_all(there, lambda each: _look(*each))  # under Slurm all have the login node's channel
-    return rows(run.run_id, run.nodes, found)
+    return rows(run.run_id, run.nodes, found, without)
 
 
 def _look(node: Mapping[str, Any], channel: HostChannel) -> Mapping[str, Any]:
@@ -45,10 +46,13 @@ def _look(node: Mapping[str, Any], channel: HostChannel) -> Mapping[str, Any]:
 
 
 def rows(
-    run_id: str, nodes: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any] | Exception]
+    run_id: str,
+    nodes: Mapping[str, Mapping[str, Any]],
+    found: Mapping[str, Mapping[str, Any] | Exception],
+    without: Collection[str] = (),
 ) -> list[Row]:
     """The rows, from the nodes' plans and what `artifacts.list_artifacts` said of each; pure."""
-    names = sorted(nodes, key=lambda name: int(nodes[name]["node_rank"]))
+    names = sorted(nodes, key=lambda name: (name in without, int(nodes[name]["node_rank"])))
     told = {name: each for name in names if isinstance(each := found.get(name), Mapping)}
     result: list[Row] = []
     for kind, hint in (("logs", "logs"), ("snapshots", ""), ("curves", "board"), ("weights", "test")):

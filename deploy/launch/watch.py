@@ -324,7 +324,7 @@ def conclude(run: Run, channels: Mapping[str, HostChannel], verdict: Verdict) ->
     there = [name for name in run.nodes if name not in verdict.without] or list(run.nodes)
     first = min(there, key=lambda name: run.nodes[name]["node_rank"])
     rows = ending.left_behind(
-        run, {name: channel for name, channel in channels.items() if not channel.is_lost}
+        run, {name: channel for name, channel in channels.items() if not channel.is_lost}, verdict.without
     )
     print()
     if verdict.outcome == "failed":

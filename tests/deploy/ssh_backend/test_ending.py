@@ -128,6 +128,9 @@ def test_each_kind_is_named_on_the_first_node_that_has_it() -> None:
         ("snapshots", "b:/w/runs/r/b/snapshots"),
         ("weights", "b:/w/best   (kit test r)"),
     ]
+    assert [text[0] for _, text in rows("r", nodes("a", "b", "c"), found, ["a", "b"])] == ["a", "c", "b"], (
+        "what lost nodes have is old"
+    )
 
 
 def test_what_was_written_is_named_once_for_nodes_that_share_the_folder() -> None:
