@@ -569,7 +569,8 @@ def test_what_cannot_be_read_is_not_taken_for_nothing(tmp_path: Path, what: str,
     saved(folder := tmp_path / "snapshots", 200)
     fails(what, errno.EIO, 99)
     wanted = (
-        rf"does not begin at step 0 instead: {folder}.*Input/output error.* start again: nothing was removed"
+        rf"does not begin at step 0 instead: {folder}.*Input/output error.* or bring back the nodes that have it, and "
+        "start again: nothing was removed"
     )
     with pytest.raises(NoneLoads, match=wanted):
         Snapshots(folder).load()

@@ -40,6 +40,7 @@ def check_loss(found: Iterable[Found], newest: tuple[int, int] | None) -> None:
     if newest is None and (problems := [text for each in found for text in each.problems]):
         raise NoneLoads(
             f"no snapshot can be loaded, and training does not begin at step 0 instead: {'; '.join(problems)}. "
-            "Mend the disk or the file server and start again: nothing was removed. To train anew, start a new run "
+            "Mend the disk or the file server, or bring back the nodes that have it, and start again: nothing was "
+            "removed. To train anew, start a new run "
             "(kit up --new), or move what is in the folder elsewhere"
         )
