@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -196,6 +197,16 @@ def test_each_key_of_an_inventory_that_is_named_is_one(page: str) -> None:
 def test_every_program_that_is_shown_is_python(page: str) -> None:
     for block in fences(page, "python"):
         compile(block, page, "exec")
+
+
+def test_the_loop_of_the_snapshots_page_is_not_run_by_a_loaders_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where workers are not forked, each imports the script."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(titled("docs/snapshots.md", "train.py"))
+    runpy.run_path("train.py", run_name="__mp_main__")
+    assert not Path("snapshots").exists()
 
 
 @pytest.mark.slow
