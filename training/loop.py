@@ -450,7 +450,12 @@ class Loop:
         self._share_buffers()
         self.report.settle()
         # Rank 0's on all ranks: they must decide alike which is the best and when it is enough.
-        means = self.evaluation(self.engine, self.module, lambda: self.stop.requested)
+        try:
+            means = self.evaluation(self.engine, self.module, lambda: self.stop.requested)
+        except Exception as error:
+            if not why_over(error):  # a task's error may be that of all ranks, and the weights are whole
+                self._save_alone()
+            raise
         if means is None:
             return False
         self.means = self.world.gather(means)[0]
@@ -523,8 +528,11 @@ class Loop:
         )
 
     def _save_alone(self) -> None:
-        if (kept := self.keep()) is not None:
-            kept.save()
+        try:
+            if (kept := self.keep()) is not None:
+                kept.save()
+        except Exception as error:  # the one that has led here is the one to be reported
+            log.warning("step %d is not saved: %s", self.step, error)
 
     def _has_all_of(self, state: State) -> bool:
         return not (self.local_sgd or self.is_sharded or holds_gathered(state))

@@ -669,6 +669,26 @@ def test_each_step_is_kept_over_gloo_on_gpus_too(
     assert (asked.found == wanted) == may_stay
 
 
+class Unmeasurable(Digits):
+    """Its evaluation fails, on all ranks."""
+
+    def targets(self, batch: Any) -> torch.Tensor:
+        raise KeyError("f1")
+
+
+def test_an_evaluation_that_fails_on_all_ranks_costs_no_step(tmp_path: Path) -> None:
+    options = parse(["--epochs", "2", "--batch-size", "64", "--snapshot-every", "1000"], {})
+    for _ in range(2):  # again, from that step
+        loops: list[Loop] = []
+        with World.from_env({}) as alone, Stop(20) as stop, pytest.raises(KeyError, match="f1"):
+            rank._run_loops(loops, options, alone, Unmeasurable(), tmp_path, stop)
+        assert loops[0].step == 23
+    with World.from_env({}) as alone, Stop(20) as stop:
+        result = rank._run_loops([], options, alone, Digits(), tmp_path, stop)
+    assert result
+    assert (result["resumed_at_step"], result["steps"]) == (23, 46)
+
+
 @pytest.mark.parametrize("made_later", [False, True])
 def test_a_rank_in_a_collective_is_woken_by_leaving_the_others(made_later: bool) -> None:
     """The other rank never comes, as one whose cable is cut; this process's other sockets stay."""
