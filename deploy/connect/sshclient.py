@@ -377,7 +377,9 @@ class _Proxy:
         argv = [os.environ.get("SHELL") or "/bin/sh", "-c", f"exec {command}"]
         try:
             with far:
-                self._process = subprocess.Popen(argv, stdin=far.fileno(), stdout=far.fileno(), stderr=subprocess.PIPE)
+                self._process = subprocess.Popen(
+                    argv, stdin=far.fileno(), stdout=far.fileno(), stderr=subprocess.PIPE
+                )
         except BaseException:
             self.socket.close()
             raise
