@@ -278,6 +278,19 @@ def test_a_python_that_does_not_run_is_an_error_with_its_cure(python: str) -> No
         open_local("here", python)
 
 
+def test_a_python_that_is_slow_to_answer_is_not_described_as_one_that_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nodekit.deploy.connect.channel.START_TIMEOUT_S", 1.0)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nwhile read -r _; do :; done\n")
+    python.chmod(0o755)
+    with pytest.raises(
+        HostError, match="here: its python has not begun to answer within 1 s; is it overloaded"
+    ):
+        open_local("here", str(python))
+
+
 def test_a_python_that_is_too_old_is_told_as_such(tmp_path: Path) -> None:
     """The `python3` of many a cluster is a 3.6: "future feature annotations is not defined" was all that was said."""
     python = tmp_path / "python3"
