@@ -338,7 +338,12 @@ def _make(steps: _Steps, draft: str, uv: Optional[str], system_site_packages: bo
     if _own_pip() >= (22, 3):  # it can install for another python; without its own pip, a venv takes no time
         options.append("--without-pip")
         pip = [sys.executable, "-I", "-m", "pip", "--python", python]
-    steps.run("python -m venv", [sys.executable, "-I", "-m", "venv", *options, draft])
+    try:
+        steps.run("python -m venv", [sys.executable, "-I", "-m", "venv", *options, draft])
+    except _Failed as error:
+        raise _Failed(
+            "%s; if that module is missing: apt install python3-venv, or install uv there" % error
+        ) from error
     if system_site_packages and sys.prefix != sys.base_prefix:
         # The user named our python, which is a venv itself: its packages are meant, not those of its base.
         own = "lib/python%d.%d/site-packages/_nodekit_base.pth" % sys.version_info[:2]

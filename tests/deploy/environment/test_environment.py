@@ -478,3 +478,15 @@ def test_a_file_system_without_locks_is_told_and_nothing_is_built_on_it(
     assert not found["built"]
     assert found["problem"].startswith(f"{tmp_path}/envs cannot be locked (No locks available)")
     assert [each.name for each in (tmp_path / "envs").iterdir()] == ["k.lock"]
+
+
+def test_a_python_without_venv_is_told_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with (tmp_path / "log").open("w") as log:
+        steps = venvs._Steps(log, (), ())
+        with pytest.raises(
+            venvs._Failed, match=r"python -m venv failed .*missing: apt install python3-venv, or"
+        ):
+            venvs._make(steps, str(tmp_path / "draft"), None, system_site_packages=False)
