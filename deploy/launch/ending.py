@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
