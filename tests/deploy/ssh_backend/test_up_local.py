@@ -350,7 +350,9 @@ def test_ctrl_c_while_a_run_starts_stops_what_has_started_and_again_kills_it(
     assert (find_runs.find(None).state, find_runs.find(None).verdict) == ("stopped", "stopped by Ctrl-C")
 
 
-def test_an_agent_that_ends_at_once_is_told_of_at_once_though_the_others_wait_for_it() -> None:
+def test_an_agent_that_ends_at_once_is_told_of_at_once_though_the_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nodes: dict[str, Any] = {
         "a": {"alive": False, "agent_log": "no such module"},
         "b": {"alive": True, "state": "rendezvous"},
@@ -362,6 +364,12 @@ def test_an_agent_that_ends_at_once_is_told_of_at_once_though_the_others_wait_fo
         start._wait_started(client, list(nodes), least=2)
     assert (str(error.value), len(error.value.errors)) == ("a: its agent ended at once: no such module", 1)
     assert time.monotonic() - began < start.STARTED_TIMEOUT_S / 2
+    nodes["a"] = nodes["b"]
+    with monkeypatch.context() as patched, pytest.raises(KitError, match="still rendezvous") as error:
+        patched.setattr(start, "STARTED_TIMEOUT_S", 0.0)
+        start._wait_started(client, list(nodes), least=2)
+    assert "kit check tries every pair of hosts" in error.value.errors[0].problem.cure
+    nodes["a"] = {"alive": False, "agent_log": ""}
     run.stopped_by = "kit down"
     with pytest.raises(KitError, match="r was stopped while it was being started, by kit down"):
         start._wait_started(client, list(nodes), least=2)
