@@ -83,7 +83,7 @@ class Agents:
             self.channels[name] = open_local(name, warm_agents.program())
         port = self.channels["n0"].call("hold_port", timeout_s=ANSWER_S, address="127.0.0.1")
         for name in names:
-            self._prestart(name, python, {**changes.get("env", {}), **secrets})
+            self._prestart(name, python, secrets)
         for rank, name in enumerate(names if go else ()):
             self._start(
                 self.spec(name, *args, node_rank=rank, master_port=port, num_nodes=num_nodes, **changes)
@@ -94,14 +94,14 @@ class Agents:
         self._prestart(name, "", {})
         self._start(self.spec(name, **changes))
 
-    def _prestart(self, name: str, python: str, env: dict[str, str]) -> None:
+    def _prestart(self, name: str, python: str, secrets: dict[str, str]) -> None:
         self.channels[name].call(
             "prestart",
             timeout_s=ANSWER_S,
             node_dir=str(self.node_dir(name)),
             python=python or warm_agents.program(),
             kit_dir=KIT_DIR,
-            env={"NODEKIT_TEST": str(self.folder), "GLOO_SOCKET_IFNAME": "lo", **env},
+            env={"NODEKIT_TEST": str(self.folder), "GLOO_SOCKET_IFNAME": "lo", **secrets},
         )
 
     def _start(self, spec: AgentSpec) -> None:
