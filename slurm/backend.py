@@ -14,8 +14,9 @@ from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.records import events, find_runs, locks, runs
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run, RunFolder
+from nodekit.deploy.screen.full_screen import fits_screen
 from nodekit.deploy.screen.verdict_screen import resume_command
-from nodekit.deploy.screen.view import fits_screen, show_last
+from nodekit.deploy.screen.view import show_last
 from nodekit.deploy.story.status import Status, status_line
 from nodekit.deploy.supervise.state import Rules
 from nodekit.inventory.errors import HostError, KitError

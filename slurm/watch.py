@@ -12,7 +12,7 @@ from nodekit.deploy.launch.options import ATTACH_TAIL_BYTES, Options
 from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.records.runs import STOPPED_EXIT, Run
-from nodekit.deploy.screen.view import Doing, FullScreen, fits_screen
+from nodekit.deploy.screen.full_screen import Doing, FullScreen, fits_screen
 from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.supervise.observer import Left, StopAsked
 from nodekit.inventory.errors import HostError

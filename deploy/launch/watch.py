@@ -24,8 +24,9 @@ from nodekit.deploy.output.interrupts import Interrupts, Terminated, leave_termi
 from nodekit.deploy.output.wording import count
 from nodekit.deploy.records import fetchlogs, locks
 from nodekit.deploy.records.runs import LIVE, STOPPED_EXIT, Run
+from nodekit.deploy.screen.full_screen import Doing, FullScreen, fits_screen
 from nodekit.deploy.screen.verdict_screen import failed_screen, is_over, resume_command, with_left_out
-from nodekit.deploy.screen.view import Doing, FullScreen, View, fits_screen
+from nodekit.deploy.screen.view import View
 from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.story.summary import summary
 from nodekit.deploy.story.verdict import Verdict

@@ -26,8 +26,9 @@ from nodekit.deploy.records import events, fetchlogs, find_runs, locks, runs, se
 from nodekit.deploy.records.events import Event, Gatherer
 from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.records.runs import Outcome, Run, RunFolder
+from nodekit.deploy.screen.full_screen import fits_screen
 from nodekit.deploy.screen.verdict_screen import resume_command
-from nodekit.deploy.screen.view import View, fits_screen, show_last
+from nodekit.deploy.screen.view import View, show_last
 from nodekit.deploy.story.status import Status, absence, status_line
 from nodekit.deploy.supervise import drain, policy
 from nodekit.deploy.supervise.node_client import NodeClient, list_code, secrets_of

@@ -21,7 +21,7 @@ from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import Interrupts
 from nodekit.deploy.records import events, runs
 from nodekit.deploy.records.locks import SupervisorLock
-from nodekit.deploy.screen.view import Doing, FullScreen
+from nodekit.deploy.screen.full_screen import Doing, FullScreen
 from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.ssh_backend.backend import SshBackend
 from nodekit.deploy.supervise.observer import Left

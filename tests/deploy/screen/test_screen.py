@@ -16,9 +16,9 @@ from nodekit.deploy.output.keys import decode
 from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.screen import view as view_file
+from nodekit.deploy.screen.full_screen import Doing, FullScreen
 from nodekit.deploy.screen.screen import Model, Node, closing, lines, render
 from nodekit.deploy.screen.screen_text import spark, wrapped
-from nodekit.deploy.screen.view import Doing, FullScreen
 from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.deploy.supervise.state import Rules
 
