@@ -11,7 +11,7 @@ from pathlib import Path
 from nodekit.deploy.export import export_compose, export_formats
 from nodekit.deploy.export.export_formats import File
 from nodekit.deploy.export.export_script import Source
-from nodekit.deploy.launch import start
+from nodekit.deploy.launch import planning
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.records import runs
 from nodekit.deploy.sync import sync
@@ -44,7 +44,7 @@ def build(options: Options, to: str, *, master_port: int = PORT) -> list[File]:
         return export_compose.compose(source, run_id=runs.new_id(inventory.name), kit_digest=digest)
     if to == "hostfile" and (slots := export_formats.slots_of(inventory)) is not None:
         return export_formats.hostfile(source, slots)
-    planned = start.planned(inventory, options, master_port=master_port)
+    planned = planning.planned(inventory, options, master_port=master_port)
     if to == "hostfile":
         return export_formats.hostfile(source, {node.name: node.nproc_per_node for node in planned.active})
     several = {

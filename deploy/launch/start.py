@@ -12,18 +12,15 @@ from secrets import token_hex
 from typing import Any
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, all_or_raise, on_all
+from nodekit.deploy.connect.channel import HostChannel, all_or_raise, on_all
 from nodekit.deploy.host.schema import VERSION
-from nodekit.deploy.launch import broken_hosts, stopping
+from nodekit.deploy.launch import broken_hosts, planning, stopping
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import Interrupts, NothingLeft
 from nodekit.deploy.output.phases import Phases
 from nodekit.deploy.output.wording import count, size_text
 from nodekit.deploy.plan import check, plan, script
-from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.plan.plan import Plan
-from nodekit.deploy.plan.script import Script
-from nodekit.deploy.preflight import checkup
 from nodekit.deploy.records import events, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.story import leftout
@@ -34,7 +31,7 @@ from nodekit.deploy.supervise.node_client import SYNC_TIMEOUT_S, NodeClient, lis
 from nodekit.deploy.supervise.state import Rules
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import build_lines
-from nodekit.inventory.errors import HostError, KitError, KitErrors
+from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Environment, Inventory
 
@@ -42,101 +39,6 @@ STARTED_TIMEOUT_S = 120.0
 _NOT_REACHED = (
     "is there a firewall between them? kit check tries every pair of hosts, also with full-size packets"
 )
-
-
-def gather_facts(
-    channels: Mapping[str, HostChannel],
-    inventory: Inventory,
-    options: Options,
-    *,
-    placed: str = "",
-    unmade: Mapping[str, str] | None = None,
-) -> tuple[dict[str, check.Facts], dict[str, tuple[str, ...]], list[Finding]]:
-    """The facts of all hosts, checked; and what was found that may hurt, but need not.
-
-    Args:
-        channels: to the hosts.
-        inventory: what the cluster is.
-        options: the command line's.
-        placed: where the code lies already, if it does.
-        unmade: hosts whose interpreter is still to be made, and where: it cannot be checked.
-
-    Raises:
-        KitError: with everything that is wrong, on every host.
-    """
-    peers = cluster.peer_addresses(inventory.hosts)
-    inventory = inventory.model_copy(
-        update={"hosts": tuple(host for host in inventory.hosts if host.name in channels)}
-    )
-    files = script.hosts_own(plan.argv_of(inventory, options.command))
-    if options.skip_check:
-        facts = check.gather(channels, inventory, peers=peers, files=files)
-        findings = check.needed(inventory, facts)
-    else:
-        # Where the code lies in its place already, it need not be here, and was looked at before it was put there.
-        own = Script() if placed else script.read(inventory, options.command)
-        seen = checkup.survey(channels, inventory, own, peers=peers, files=files)
-        facts = {name: each.facts for name, each in seen.items()}
-        findings = checkup.examine(inventory, seen, own)
-    for name, python in (unmade or {}).items():
-        facts[name] = dataclasses.replace(facts[name], executable=python)
-    findings = check.without_software(findings, unmade or {})
-    # What an earlier run has left is no obstacle: if it is of this one, it is fenced off, and ended.
-    problems = [each for each in findings if each.level == "failure" and each.check != "leftovers"]
-    if problems:
-        raise KitErrors(HostError(each.host, *each.problem) for each in problems)
-    return facts, peers, [each for each in findings if each.level != "ok"]
-
-
-def grouped(findings: Sequence[Finding]) -> list[str]:
-    """A line for each; what is the same on several hosts is told once."""
-    groups: dict[str, list[str]] = {}
-    for each in findings:
-        groups.setdefault(str(each.problem), []).append(each.host)
-    return [f"{', '.join(hosts)}: {text}" for text, hosts in groups.items()]
-
-
-def planned(inventory: Inventory, options: Options, *, master_port: int | None = None) -> Plan:
-    """What each node would run, exactly; nothing is run.
-
-    Args:
-        inventory: what the cluster is.
-        options: the command line's.
-        master_port: None for one that is free now.
-
-    Raises:
-        KitError: a host cannot be reached, or will not do.
-    """
-    package = sync.package()
-    with cluster.channels(inventory.hosts, options.ssh) as all_channels:
-        channels, _ = broken_hosts.leave_out(all_channels, inventory, options.ssh.notice)
-        unmade = check.enter_what_is_there(channels, inventory)
-        facts, peers, warnings = gather_facts(channels, inventory, options, unmade=unmade)
-        planned = plan.build(
-            inventory,
-            facts,
-            run_id=runs.new_id(inventory.name),
-            peers=peers,
-            master_port=master_port or 0,
-            kit_digest=package.digest,
-            command=options.command,
-        )
-        if master_port is None:
-            planned = hold_port(channels, planned)
-    for warning in grouped(warnings):
-        options.ssh.notice(f"warning: {warning}")
-    if unmade:
-        names = ", ".join(unmade)
-        options.ssh.notice(f"environment: kit up makes it first on {names}; what is in it was not looked at")
-    return planned
-
-
-def hold_port(channels: Mapping[str, HostChannel], planned: Plan) -> Plan:
-    """The plan with a port found free at the training address of the rendezvous host, and kept for its agent."""
-    first = planned.nodes[0]
-    port: int = channels[first.name].call("hold_port", timeout_s=CALL_TIMEOUT_S, address=first.local_addr)
-    nodes = tuple(dataclasses.replace(node, master_port=port) for node in planned.nodes)
-    return dataclasses.replace(planned, nodes=nodes)
 
 
 def start(
@@ -264,7 +166,7 @@ class _Starting:
         inventory, options = self._inventory, self._options
         with self.phases.phase("check") as said:
             self._package = sync.package()
-            facts, peers, warnings = gather_facts(channels, inventory, options, placed=self._placed)
+            facts, peers, warnings = planning.gather_facts(channels, inventory, options, placed=self._placed)
             planned = plan.build(
                 inventory,
                 facts,
@@ -274,7 +176,7 @@ class _Starting:
                 kit_digest=self._package.digest,
                 command=options.command,
             )
-            planned = hold_port(channels, planned)
+            planned = planning.hold_port(channels, planned)
             first = planned.nodes[0]
             plan.refuse_options(
                 first.argv,
@@ -284,7 +186,7 @@ class _Starting:
                 modules={name: found.modules for name, found in facts.items()},
             )
             said.append(_checked(facts, planned))
-        for warning in grouped(warnings):
+        for warning in planning.grouped(warnings):
             self.phases.say(f"warning: {warning}")
         return facts, planned
 

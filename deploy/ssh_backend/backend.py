@@ -402,7 +402,7 @@ def _gather_unwatched(client: NodeClient) -> None:
 
 def _dry_run(inventory: Inventory, options: Options) -> int:
     """Print exactly what would run, and run nothing."""
-    from nodekit.deploy.launch import start
+    from nodekit.deploy.launch import planning
     from nodekit.deploy.plan import plan
     from nodekit.deploy.story import leftout
 
@@ -410,7 +410,7 @@ def _dry_run(inventory: Inventory, options: Options) -> int:
     secret_files.notify_secrets(inventory)
     script.find(inventory, options.command)
     tree = list_code(inventory, options.command)
-    planned = start.planned(inventory, options)
+    planned = planning.planned(inventory, options)
     if options.json:
         print(planned.to_json())
         return 0
