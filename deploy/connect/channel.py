@@ -189,8 +189,8 @@ class HostChannel:
             raise HostError(
                 self.host,
                 f"its python has not begun to answer within {START_TIMEOUT_S:.0f} s",
-                cure="is it overloaded, its disk slow, or the way to it? If not: does its login shell wait for something, "
-                "and is `python:` an interpreter?",
+                cure="is it overloaded, its disk slow, or the way to it? If not: does its login shell wait for "
+                "something, and is `python:` an interpreter?",
             ) from None
         if "lost" in answer:
             is_silent = self.connection is not None and not process.stderr_tail().strip()

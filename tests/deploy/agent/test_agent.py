@@ -102,7 +102,9 @@ def test_arguments_arrive_byte_for_byte(agents: Agents) -> None:
 def test_a_pythonpath_of_the_jobs_comes_behind_kits_own_folder(agents: Agents) -> None:
     script = "import os, sys; print(os.environ['PYTHONPATH'], *sys.path[1:3], sep='\\n')"
     job = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "/job's/lib"}
-    agents.start(script, num_nodes=1, env=job, secrets=job)  # kit gives the job's variables to the prestart, too
+    agents.start(
+        script, num_nodes=1, env=job, secrets=job
+    )  # kit gives the job's variables to the prestart, too
     agents.wait("n0", "succeeded")
     assert agents.log(0).splitlines() == [f"{KIT_DIR}:/job's/lib", KIT_DIR, "/job's/lib"]
 
