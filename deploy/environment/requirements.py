@@ -112,6 +112,8 @@ def flatten(path: Path, kind: str = "-r", seen: tuple[Path, ...] = ()) -> Iterat
                 raise KitError(f"{where}: found the URL of another file", wanted="a file here")
             inner = "-c" if "-c" in (kind, option[:2]) or option == "--constraint" else "-r"
             yield from flatten(path.parent / value, inner, (*seen, path))
+        elif option in ("-e", "--editable") and "://" in value and not _is_path(value):
+            raise KitError(f"{where}: found {line}", wanted=f"it without {option}: {value}")
         elif option in ("-e", "--editable") or _is_path(line):
             raise KitError(
                 f"{where}: found {line}, which is on this machine and not on the nodes",

@@ -110,6 +110,7 @@ def test_a_requirements_file_is_read_with_those_that_it_names(tmp_path: Path) ->
     [
         ("-e .", "found -e ., which is on this machine and not on the nodes"),
         ("--editable=lib", "found --editable=lib, which is on this machine"),
+        ("-e git+https://h/x.git#egg=x", "git#egg=x, wanted it without -e: git+https://h/x.git#egg=x"),
         ("./lib", "found ./lib, which is on this machine"),
         ("libs/lib", "found libs/lib, which is on this machine"),
         ("lib-1.0-py3-none-any.whl", "found lib-1.0-py3-none-any.whl, which is on this machine"),
