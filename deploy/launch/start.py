@@ -412,7 +412,7 @@ def _wait_started(client: NodeClient, names: Sequence[str], *, least: int) -> di
                     name, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}"
                 )
             if members and name not in members:
-                absent[name] = HostError(name, "not yet with the others", cure=_NOT_REACHED)
+                absent[name] = HostError(name, f"not yet with the others: {_NOT_REACHED}")
                 return
             if time.monotonic() > deadline:
                 raise HostError(
