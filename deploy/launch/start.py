@@ -36,6 +36,8 @@ from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Environment, Inventory
 
 STARTED_TIMEOUT_S = 120.0
+SLOW_S = 20.0
+"""After so long it is said which nodes are waited for, and what they do; the first meeting takes up to 15 s."""
 _NOT_REACHED = (
     "is there a firewall between them? kit check tries every pair of hosts, also with full-size packets"
 )
@@ -258,7 +260,8 @@ class _Starting:
             with run.changing():
                 _refuse_stopped(run)  # it came before the go of some, or between the gos
                 run.state = "running"
-            without = _wait_started(client, active, least=self._inventory.nodes.min)
+            least = self._inventory.nodes.min
+            without = _wait_started(client, active, least=least, say=self.phases.say)
             world_size = sum(node.nproc_per_node for node in planned.active if node.name not in without)
             said.append(f"{count(len(active) - len(without), 'node')}, world size {world_size}")
             said += [f"without {error}" for error in without.values()]
@@ -382,7 +385,9 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
     return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
 
 
-def _wait_started(client: NodeClient, names: Sequence[str], *, least: int) -> dict[str, KitError]:
+def _wait_started(
+    client: NodeClient, names: Sequence[str], *, least: int, say: Callable[[str], object]
+) -> dict[str, KitError]:
     """Wait until workers run (or a node has more to say than that); the nodes that the job begins without, and why.
 
     That a node is lost meanwhile, or cannot reach those that train, is no reason to stop these.
@@ -397,6 +402,16 @@ def _wait_started(client: NodeClient, names: Sequence[str], *, least: int) -> di
     members: set[str] = set()
     absent: dict[str, KitError] = {}
     lost: dict[str, KitError] = {}
+    states: dict[str, str] = {}
+
+    def tell() -> None:
+        found = {name: states[name] for name in names if name in states}
+        where = [
+            f"{', '.join(name for name in found if found[name] == state)} ({state})"
+            for state in dict.fromkeys(found.values())
+        ]
+        hint = f": {_NOT_REACHED}" if {*found.values()} <= {"rendezvous", "orphaned"} else ""
+        say(f"{'start':<8} after {SLOW_S:.0f} s still waiting for {', '.join(where)}{hint}")
 
     def are_too_few() -> bool:
         return names[0] in lost or len(names) - len(lost) < least
@@ -404,7 +419,9 @@ def _wait_started(client: NodeClient, names: Sequence[str], *, least: int) -> di
     def wait(name: str) -> None:
         while not is_in_vain.is_set():
             status = client.status(name)
-            if status.get("state") in ("running", "waiting", *runs.ENDED):
+            states[name] = status.get("state") or "starting"
+            if states[name] in ("running", "waiting", *runs.ENDED):
+                del states[name]
                 members.update(status.get("members", ()), [name] if status["state"] == "succeeded" else [])
                 return
             if not status["alive"]:
@@ -432,7 +449,12 @@ def _wait_started(client: NodeClient, names: Sequence[str], *, least: int) -> di
                 is_in_vain.set()
             raise
 
-    found = on_all({name: name for name in names}, wait_or_lose)
+    late = threading.Timer(SLOW_S, tell)
+    late.start()
+    try:
+        found = on_all({name: name for name in names}, wait_or_lose)
+    finally:
+        late.cancel()
     if lost:
         _refuse_stopped(client.run)  # that is why an agent has ended
     all_or_raise(found if are_too_few() else {name: found[name] for name in names if name not in lost})

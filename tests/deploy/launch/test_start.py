@@ -52,7 +52,7 @@ def test_a_start_ends_with_the_node_that_is_lost_and_not_with_those_that_wait_fo
     nodes.answers["status"] = status
     monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 5.0)
     with pytest.raises(KitError) as error:
-        start._wait_started(nodes.client, ["a", "b"], least=2)
+        start._wait_started(nodes.client, ["a", "b"], least=2, say=print)
     assert str(error.value) == said
 
 
@@ -63,4 +63,23 @@ def test_nodes_that_do_not_meet_in_time_are_said_not_to_reach_each_other(
     nodes.answers["status"] = lambda host, _: {**STATUS, "state": "running" if host == "b" else "rendezvous"}
     monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 0.1)
     with pytest.raises(KitError, match=r"^a: still rendezvous after 0 s.*firewall"):
-        start._wait_started(nodes.client, ["a", "b"], least=2)
+        start._wait_started(nodes.client, ["a", "b"], least=2, say=print)
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        ({"a": "running", "b": None}, "b (starting)"),
+        ({"a": "rendezvous", "b": None}, "a (rendezvous), b (starting)"),
+        ({"a": "rendezvous", "b": "rendezvous"}, f"a, b (rendezvous): {start._NOT_REACHED}"),
+    ],
+)
+def test_a_start_that_takes_long_says_which_nodes_are_waited_for_and_what_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: dict[str, str | None], said: str
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    told: list[str] = []
+    nodes.answers["status"] = lambda host, _: {**STATUS, "state": "running" if told else states[host]}
+    monkeypatch.setattr(start, "SLOW_S", 0.3)
+    assert start._wait_started(nodes.client, ["a", "b"], least=2, say=told.append) == {}
+    assert told == [f"start    after 0 s still waiting for {said}"]

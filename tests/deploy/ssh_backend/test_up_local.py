@@ -361,19 +361,19 @@ def test_an_agent_that_ends_at_once_is_told_of_at_once_though_the_others_wait_fo
     client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
     began = time.monotonic()
     with pytest.raises(KitError) as error:
-        start._wait_started(client, list(nodes), least=2)
+        start._wait_started(client, list(nodes), least=2, say=print)
     assert (str(error.value), len(error.value.errors)) == ("a: its agent ended at once: no such module", 1)
     assert time.monotonic() - began < start.STARTED_TIMEOUT_S / 2
     nodes["a"] = nodes["b"]
     with monkeypatch.context() as patched:
         patched.setattr(start, "STARTED_TIMEOUT_S", 0.0)
         with pytest.raises(KitError, match="still rendezvous") as error:
-            start._wait_started(client, list(nodes), least=2)
+            start._wait_started(client, list(nodes), least=2, say=print)
     assert "kit check tries every pair of hosts" in error.value.errors[0].problem.cure
     nodes["a"] = {"alive": False, "agent_log": ""}
     run.stopped_by = "kit down"
     with pytest.raises(KitError, match="r was stopped while it was being started, by kit down"):
-        start._wait_started(client, list(nodes), least=2)
+        start._wait_started(client, list(nodes), least=2, say=print)
 
 
 def test_an_elastic_job_starts_without_a_node_that_is_lost_while_they_meet() -> None:
@@ -384,11 +384,11 @@ def test_an_elastic_job_starts_without_a_node_that_is_lost_while_they_meet() -> 
     }
     run = SimpleNamespace(run_id="r", stopped_by="")
     client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
-    lost = start._wait_started(client, list(nodes), least=2)
+    lost = start._wait_started(client, list(nodes), least=2, say=print)
     assert [str(each) for each in lost.values()] == ["c: its agent ended at once: no such module"]
     for names, least in ((["a", "b", "c"], 3), (["c", "a", "b"], 2)):  # the others meet at the first one
         with pytest.raises(KitError, match=r"^c: its agent ended at once"):
-            start._wait_started(client, names, least=least)
+            start._wait_started(client, names, least=least, say=print)
 
 
 @pytest.mark.parametrize("state", ["running", "succeeded"])
@@ -403,7 +403,7 @@ def test_nodes_that_train_are_not_stopped_for_one_that_cannot_reach_them(state: 
         NodeClient, SimpleNamespace(status=nodes.get, run=SimpleNamespace(run_id="r", stopped_by=""))
     )
     began = time.monotonic()
-    without = start._wait_started(client, list(nodes), least=2)
+    without = start._wait_started(client, list(nodes), least=2, say=print)
     assert [str(each) for each in without.values()] == [f"c: not yet with the others: {start._NOT_REACHED}"]
     assert time.monotonic() - began < start.STARTED_TIMEOUT_S / 2
 
