@@ -27,6 +27,8 @@ os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 # In the background of a shell script, these tests and all that they start would ignore Ctrl-C, which they are to hear.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# As under nohup a terminal's end.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Hypothesis draws the same examples in each run, so that a run that fails tells of a change; `make fuzz` draws others.
 # How long an example takes, and how it is drawn, is not what these tests are about.

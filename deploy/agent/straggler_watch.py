@@ -69,7 +69,7 @@ class StragglerWatch:
             self._compare()
 
     def _compare(self) -> None:
-        """Take what the others have told last; who has told nothing new for a while is not compared."""
+        """Compare what all have told last, once each has told something."""
         window = {}
         for number, node in enumerate(self._formed.names):
             if (said := self._formed.store.get(f"slow/{number}")) is not None:
