@@ -21,9 +21,9 @@ _NOTHING = nullcontext()
 _TELL_EVERY_S = 1.0
 _BYTES = 160
 _LONG_S, _MOST_APART = 0.25, 7
-"""Of steps that are shorter, one in four is measured, the next at most so many later.
+"""Of steps that are shorter, one in four is measured, since that takes 0.1 ms; the next is at most so many steps later.
 
-It takes 0.1 ms. Which one is drawn: data loaded by several workers comes as many batches at a time.
+They are drawn at random: what several workers load comes in bursts, which every fourth step would meet always or never.
 """
 
 
@@ -132,7 +132,7 @@ class Waits:
         if self._num_left == 0:
             self._num_left = self._apart.randint(1, _MOST_APART)
         self._num_left -= 1
-        # The second is the first one: the first has all that is slow only once.
+        # The second step is measured in any case, and the first never: it has all that is slow only once.
         self.is_measured = self._num_left == 0 or now - self._ended >= _LONG_S
         self._ended = now
         if self._file is None or not self._steps or now - self._told < _TELL_EVERY_S:
