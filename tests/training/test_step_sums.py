@@ -46,11 +46,12 @@ class Build:
             stream=self.using,
         )
 
-    def empty(self, shape: torch.Size, *, dtype: torch.dtype, pin_memory: bool) -> Any:
-        assert pin_memory
+    def empty(self, shape: torch.Size, *, dtype: torch.dtype, device: str, pin_memory: bool) -> Any:
+        assert (device, pin_memory) == ("cpu", True)
         return SimpleNamespace(copy_=self.copy, tolist=lambda: [5.0, 7.0])
 
-    def tensor(self, numbers: list[float], *, dtype: torch.dtype) -> Any:
+    def tensor(self, numbers: list[float], *, dtype: torch.dtype, device: str) -> Any:
+        assert device == "cpu"
         # Only from pinned memory is it sent: a copy from other memory waits for all work on the GPU.
         return SimpleNamespace(pin_memory=lambda: SimpleNamespace(to=self.send))
 
