@@ -23,9 +23,8 @@ RANKS = 2
 LR = 1e-9
 """Nothing is learnt: a model that has learnt its samples by heart has denormal gradients, which cost a CPU more."""
 WINDOW_S, SETTLE_S = 1.5, 0.3
-IDLE_S = 5.0  # until a torchrun has started its ranks
 GOAL = 0.995
-HEADER = ["step of the plain script", "kit to it: apart", "in kit's ranks", "pairs, turns", "goal"]
+HEADER = ["step of the plain script", "kit to it: apart", "in kit's ranks", "pairs", "goal"]
 CODE = Path(__file__).with_name("throughput_job.py")
 INVENTORY = f"""\
 name: throughput
@@ -53,9 +52,9 @@ Both train the same model on the same samples with {RANKS} ranks on this machine
 apart           The script runs under torchrun, at the same time; the other one is stopped (SIGSTOP) meanwhile, with all
                 that belongs to it. Two processes that do the same differ by some percent, by where their memory lies:
                 both are started anew for each pair of rates, and it takes many pairs to tell one percent.
-in kit's ranks  The script's steps are made by kit's ranks, in turns with the module's: their memory is the same.
-                Meanwhile all else of kit's is stopped, so that what it takes of the cores counts for the module's steps
-                alone. Beside the script's steps, in its place, runs a torchrun of {RANKS} processes that sleep.
+in kit's ranks  The script's steps are made by kit's ranks, in turns with the module's, with the same model, and so in
+                the same memory. This counts what the module does in a step, but for the few numbers that go with the
+                gradients; kit's other processes run beside both.
 """
 EPILOG = f"""\
 examples:
@@ -137,7 +136,7 @@ def rate(done: Sequence[float], start: float, end: float) -> float:
 
 def measure(batch_size: int, num_pairs: int, seconds: float) -> list[str]:
     """A row of the table."""
-    ratios, within, steps_s = [], list[float](), []
+    ratios, within, steps_s = [], [], []
     for number in range(num_pairs):
         with tempfile.TemporaryDirectory(prefix="nodekit-throughput-") as name:
             folder = Path(name)
@@ -150,19 +149,19 @@ def measure(batch_size: int, num_pairs: int, seconds: float) -> list[str]:
             try:
                 with Plain.started(folder, batch_size) as plain:
                     kit_rate, plain_rate = in_turns(job, plain, seconds)
-                within += in_its_ranks(job, turns, seconds)
+                within.append(middle(in_its_ranks(turns, seconds)))
             finally:
                 job.stop()
         ratios.append(kit_rate / plain_rate)
         steps_s.append(1 / plain_rate)
-        own = f"apart {ratios[-1]:.4f}, in kit's ranks so far {middle(within):.4f}"
+        own = f"apart {ratios[-1]:.4f}, in kit's ranks {within[-1]:.4f}"
         note(f"batches of {batch_size}, pair {number + 1} of {num_pairs}: {own}")
     shown = [
         f"{middle(each):.4f} ({low:.4f}–{high:.4f})"
         for each in (ratios, within)
         for low, high in [interval(each)]
     ]
-    return [f"{1e3 * middle(steps_s):.1f} ms", *shown, f"{num_pairs}, {len(within)}", f"{GOAL}"]
+    return [f"{1e3 * middle(steps_s):.1f} ms", *shown, f"{num_pairs}", f"{GOAL}"]
 
 
 def in_turns(job: Job, plain: Plain, seconds: float) -> tuple[float, float]:
@@ -187,19 +186,15 @@ def in_turns(job: Job, plain: Plain, seconds: float) -> tuple[float, float]:
     return rates[KIT], rates[PLAIN]
 
 
-def in_its_ranks(job: Job, turns: Path, seconds: float) -> list[float]:
+def in_its_ranks(turns: Path, seconds: float) -> list[float]:
     """Of each turn, the script's time for so many steps as a share of the module's."""
-    beside, times = turns.with_suffix(".new"), turns.with_suffix(".times")
-    with torchrun("--no-python", "sleep", "infinity") as idle:
-        try:
-            time.sleep(IDLE_S)
-            beside.write_text(json.dumps({"module": job.all, "script": [idle.pid]}))
-            beside.replace(turns)
-            time.sleep(seconds)
-        finally:
-            beside.write_text("{}")  # from now on nobody is to be stopped any more
-            beside.replace(turns)
-            time.sleep(2 * WINDOW_S)
+    times = turns.with_suffix(".times")
+    turns.touch()
+    try:
+        time.sleep(seconds)
+    finally:
+        turns.unlink()
+        time.sleep(2 * WINDOW_S)
     found = [json.loads(line) for line in times.read_text().splitlines()] if times.exists() else []
     if not found:
         raise BenchError(f"no turn of the plain script's in kit's ranks within {seconds:.0f} s")

@@ -1,13 +1,11 @@
 """What bench/throughput trains: as a task for kit's training module, and as the plainest DDP script."""
 
-import contextlib
 import itertools
 import json
 import os
-import signal
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ class Task(Digits):
     """Digits without an end, with steps that are long enough to be compared."""
 
     _turns: "_Turns | None" = None
+    _optimizer: torch.optim.Optimizer
 
     def model(self) -> nn.Module:
         """Two convolutions that see all pixels."""
@@ -52,6 +51,11 @@ class Task(Digits):
             nn.Linear(64, 10),
         )
 
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        """As the script's."""
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        return self._optimizer
+
     def train_data(self) -> Any:
         """Four million."""
         return _Endless(super().train_data())
@@ -59,23 +63,23 @@ class Task(Digits):
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The module calls this once in each step."""
         if "BENCH_TURNS" in os.environ:
-            self._turns = self._turns or _Turns(self)
+            self._turns = self._turns or _Turns(plain_steps(self, model, self._optimizer), self._optimizer)
             self._turns.step()
         return super().loss(model, batch)
 
 
 class _Turns:
-    """Makes steps of the plain script in kit's ranks, in turns with the module's own: their memory is the same.
+    """Makes steps of the plain script in kit's ranks, in turns with the module's own, and with the same model.
 
-    Once the file ``$BENCH_TURNS`` is there, with the processes that run beside steps of the module, and of the script.
-    ``.times`` beside it gets a line for each turn: the seconds of so many steps of the module, and of the script.
+    As long as the file ``$BENCH_TURNS`` is there. ``.times`` beside it gets a line for each turn: the seconds of so
+    many steps of the module, and of the script.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, plain: Iterator[None], optimizer: torch.optim.Optimizer) -> None:
         self._file = Path(os.environ["BENCH_TURNS"])
         self._num_steps = int(os.environ["BENCH_TURN_STEPS"])
-        self._task = task
-        self._plain: Callable[[], None] | None = None
+        self._plain, self._optimizer = plain, optimizer
+        self._is_warm = False
         self._count = 0
         self._began_s: float | None = None
 
@@ -89,40 +93,29 @@ class _Turns:
         distributed.broadcast(is_wanted, src=0)
         if not is_wanted:
             return
-        is_first = distributed.get_rank() == 0
-        beside = json.loads(self._file.read_text()) if is_first else {}
-        _turn(beside, "script", "module")
-        if self._plain is None:
-            self._plain = plain_steps(self._task).__next__
-            for _ in range(_WARM_STEPS):
-                self._plain()
+        for _ in range(0 if self._is_warm else _WARM_STEPS):
+            next(self._plain)
+        self._is_warm = True
         distributed.barrier()
         plain_s = time.monotonic()
         for _ in range(self._num_steps):
-            self._plain()
+            next(self._plain)
         plain_s = time.monotonic() - plain_s
-        _turn(beside, "module", "script")
-        if is_first and began_s is not None:
+        self._optimizer.zero_grad()  # as the module does after a step, and the script before it
+        if distributed.get_rank() == 0 and began_s is not None:
             with self._file.with_suffix(".times").open("a") as file:
                 file.write(json.dumps([ended_s - began_s, plain_s]) + "\n")
         self._began_s = time.monotonic()
 
 
-def _turn(beside: dict[str, list[int]], goes_on: str, stops: str) -> None:
-    for which, number in ((stops, signal.SIGSTOP), (goes_on, signal.SIGCONT)):
-        for pid in beside.get(which, ()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-
-def plain_steps(task: Task) -> Iterator[None]:
-    """Train, as torch's own tutorial does: a step for each that is asked for."""
-    from torch.nn.parallel import DistributedDataParallel
+def plain_steps(task: Task, model: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Train a DistributedDataParallel, as torch's own tutorial does: a step for each that is asked for."""
     from torch.utils.data import DataLoader, DistributedSampler
 
-    torch.manual_seed(0)
-    model = DistributedDataParallel(task.model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=float(os.environ["BENCH_LR"]))
+    # A parameter whose gradient has kit's sums of the step: without it, DDP would wait for that for ever.
+    own = {id(each) for each in model.module.parameters()}
+    sums = [each for each in model._module_parameters if id(each) not in own]
+    zeros = [torch.zeros_like(each, requires_grad=False) for each in sums]
     data = task.train_data()
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     batch_size = int(os.environ["BENCH_BATCH_SIZE"]) // distributed.get_world_size()
@@ -131,16 +124,24 @@ def plain_steps(task: Task) -> Iterator[None]:
         sampler.set_epoch(epoch)
         for batch in loader:
             optimizer.zero_grad()
-            Digits.loss(task, model, batch).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward([Digits.loss(task, model, batch), *sums], [None, *zeros])
+            for each in sums:
+                each.grad = None
             optimizer.step()
             yield
 
 
 def main() -> None:
     """Train, and write down when each step was done: eight bytes a step."""
+    from torch.nn.parallel import DistributedDataParallel
+
     distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    task = Task()
+    model = DistributedDataParallel(task.model())
+    optimizer = task.optimizer(model, float(os.environ["BENCH_LR"]))
     with open(os.environ["BENCH_STEPS"], "ab", buffering=0) as steps:  # noqa: PTH123
-        for _ in plain_steps(Task()):
+        for _ in plain_steps(task, model, optimizer):
             if distributed.get_rank() == 0:
                 steps.write(struct.pack("d", time.time()))
 

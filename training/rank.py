@@ -181,7 +181,10 @@ def _prints(world: "World") -> bool:
 def _train(options: Options, world: "World", task: "Task", parent: Parent | None) -> int:
     """Join the other ranks, train, perhaps in several attempts, and return the exit status."""
     from nodekit.training.attempts import reform
+    from nodekit.training.process import malloc
 
+    if world.device.type == "cpu":  # else it would keep the weights that have gone to the GPU
+        malloc.keep_freed_memory()
     world = replace(world, may_stay=reform.can_go_on(options, world))
     if world.may_stay:
         reform.pause_later(world)
