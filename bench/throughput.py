@@ -45,7 +45,8 @@ TURN_SAMPLES = 10_000
 DESCRIPTION = f"""\
 What kit's training module costs while nothing fails: it keeps what its ranks need to go on without a lost one, sums the
 loss, writes metrics and curves, and is watched. The script does nothing of this: it is torch's tutorial, with a
-DataLoader, a DistributedSampler, DDP and AdamW.
+DataLoader, a DistributedSampler, DDP and AdamW. But the module keeps the memory that a step frees, for the next one; in
+kit's ranks, the script has that, too.
 
 Both train the same model on the same samples with {RANKS} ranks on this machine, in turns of about a second:
 

@@ -18,7 +18,7 @@ from nodekit.deploy.launch import broken_hosts, planning, stopping
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import Interrupts, NothingLeft
 from nodekit.deploy.output.phases import Phases
-from nodekit.deploy.output.wording import count, size_text
+from nodekit.deploy.output.wording import count, names, size_text
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.plan import Plan
 from nodekit.deploy.records import events, runs, secret_files
@@ -386,7 +386,7 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
 
 
 def _wait_started(
-    client: NodeClient, names: Sequence[str], *, least: int, say: Callable[[str], object]
+    client: NodeClient, nodes: Sequence[str], *, least: int, say: Callable[[str], object]
 ) -> dict[str, KitError]:
     """Wait until workers run (or a node has more to say than that); the nodes that the job begins without, and why.
 
@@ -405,16 +405,16 @@ def _wait_started(
     states: dict[str, str] = {}
 
     def tell() -> None:
-        found = {name: states[name] for name in names if name in states}
-        where = [
-            f"{', '.join(name for name in found if found[name] == state)} ({state})"
-            for state in dict.fromkeys(found.values())
-        ]
-        hint = f": {_NOT_REACHED}" if {*found.values()} <= {"rendezvous", "orphaned"} else ""
+        found: dict[str, list[str]] = {}
+        for name in nodes:
+            if state := states.get(name):
+                found.setdefault(state, []).append(name)
+        where = [f"{names(those)} ({state})" for state, those in found.items()]
+        hint = f": {_NOT_REACHED}" if found.keys() <= {"rendezvous", "orphaned"} else ""
         say(f"{'start':<8} after {SLOW_S:.0f} s still waiting for {', '.join(where)}{hint}")
 
     def are_too_few() -> bool:
-        return names[0] in lost or len(names) - len(lost) < least
+        return nodes[0] in lost or len(nodes) - len(lost) < least
 
     def wait(name: str) -> None:
         while not is_in_vain.is_set():
@@ -452,10 +452,10 @@ def _wait_started(
     late = threading.Timer(SLOW_S, tell)
     late.start()
     try:
-        found = on_all({name: name for name in names}, wait_or_lose)
+        found = on_all({name: name for name in nodes}, wait_or_lose)
     finally:
         late.cancel()
     if lost:
         _refuse_stopped(client.run)  # that is why an agent has ended
-    all_or_raise(found if are_too_few() else {name: found[name] for name in names if name not in lost})
-    return {name: each for name in names if (each := lost.get(name) or absent.get(name))}
+    all_or_raise(found if are_too_few() else {name: found[name] for name in nodes if name not in lost})
+    return {name: each for name in nodes if (each := lost.get(name) or absent.get(name))}

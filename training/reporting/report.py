@@ -81,7 +81,7 @@ class Report:
         self._last_point = self._last_slow_curves = 0.0
         self._curves: Curves | None = None
         self._attempt = ""
-        self._place: tuple[int, float] | None = None  # epoch and loss of the last step
+        self._epoch_and_loss: tuple[int, float] | None = None  # of the last step
         self._open_metrics(step, is_evaluated=is_evaluated)
         self._tracker = self._start_tracker(track, settings or {}) if track and world.is_main else None
         self._progress = self._open_progress()
@@ -134,7 +134,7 @@ class Report:
                 self.say(f"first step {age_s:.2f} s after the start of the process")
         self._step = step
         self._num_samples += num_samples
-        self._place = epoch, loss
+        self._epoch_and_loss = epoch, loss
         self.alive(at_once=step == self._total_steps)
         rate = self._num_samples / max(now - self._started, 1e-9)
         if self._bar is not None:
@@ -169,7 +169,7 @@ class Report:
 
     @property
     def _progress_text(self) -> str:
-        return "" if self._place is None else "epoch {} loss {:.4f}".format(*self._place)
+        return "" if self._epoch_and_loss is None else "epoch {} loss {:.4f}".format(*self._epoch_and_loss)
 
     def leave_out(self) -> None:
         """Do not count the time since the last step, which was an evaluation or a snapshot."""
