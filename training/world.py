@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nodekit.training.group import connections, nccl, recorder
 from nodekit.training.group.agent_messages import AgentMessages, messages_from
-from nodekit.training.group.collectives import gather_objects, start_sum
+from nodekit.training.group.collectives import broadcast_object, gather_objects, start_sum
 from nodekit.training.group.initmethod import InitMethod
 from nodekit.training.process import devices
 from nodekit.training.process.stages import KEEPING, STARTING
@@ -356,11 +356,28 @@ class World:
             sent = own if self.backend in ("gloo", "mpi") else own.to(self.device)
             parts = [torch.empty_like(sent) for _ in range(self.world_size)]
             dist.all_gather(parts, sent)
-            return parts
+            return self._whole(parts)
 
         values: list[T] = gather_objects(value, gather)
-        nccl.check()
         return values
+
+    def broadcast(self, value: T, source: int) -> T:
+        """Rank ``source``'s ``value``, of any picklable type, on every rank."""
+
+        def broadcast(own: torch.Tensor) -> torch.Tensor:
+            sent = own if self.backend in ("gloo", "mpi") else own.to(self.device)
+            dist.broadcast(sent, src=source)
+            return self._whole([sent])[0]
+
+        found: T = broadcast_object(value, broadcast, is_source=self.rank == source)
+        return found
+
+    @staticmethod
+    def _whole(received: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What a collective has brought, in host memory; an error if that was aborted: it may be garbage."""
+        here = [each.cpu() for each in received]
+        nccl.check()
+        return here
 
 
 def _check_launcher(env: Mapping[str, str], init_method: str) -> bool:

@@ -1,4 +1,4 @@
-"""What every rank says reaches every rank, however long it is."""
+"""What every rank says, or one of them, reaches every rank, however long it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nodekit.training.group.collectives import gather_objects
+from nodekit.training.group.collectives import broadcast_object, gather_objects
 
 
 def gathered(values: Sequence[Any]) -> list[tuple[list[Any], int]]:
@@ -51,3 +51,25 @@ def test_short_and_long_words_come_whole_side_by_side(length: int) -> None:
 def test_short_ones_take_one_collective_and_a_long_one_has_all_make_another() -> None:
     assert [count for _, count in gathered(["a", "b" * 500, None])] == [1, 1, 1]
     assert [count for _, count in gathered(["a", "b" * 5000, None])] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("length", [0, 65000, 65500, 65510, 65520, 65528, 65536, 200_000])
+def test_what_one_says_comes_whole_by_one_collective_or_two(length: int) -> None:
+    value = {"state": "s" * length, "step": 7}
+    sent: list[torch.Tensor] = []
+
+    def sends(own: torch.Tensor) -> torch.Tensor:
+        sent.append(own.clone())
+        return own
+
+    assert broadcast_object(value, sends, is_source=True) == value
+    assert len(sent) == (1 if length < 65000 + 400 else 2)
+    left = list(sent)
+
+    def receives(own: torch.Tensor) -> torch.Tensor:
+        of_source = left.pop(0)
+        assert (own.dtype, own.shape) == (of_source.dtype, of_source.shape), "a collective takes equal ones"
+        return of_source
+
+    assert broadcast_object("not asked for", receives, is_source=False) == value
+    assert not left

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nodekit.training.process.devices import sum_dtype
 
 _SMALL_BYTES, _LENGTH_BYTES = 1024, 8
+_FIRST_BYTES = 1 << 16
 
 
 def broadcast_from_first(tensors: Iterable[Any], device: torch.device) -> None:
@@ -44,6 +45,26 @@ def gather_objects(value: Any, gather: Callable[[torch.Tensor], Sequence[torch.T
         more = gather(_padded(data[_SMALL_BYTES - _LENGTH_BYTES :], rest))
         found = [begin + each.cpu().numpy().tobytes() for begin, each in zip(found, more, strict=True)]
     return [pickle.loads(each[:size]) for each, size in zip(found, sizes, strict=True)]  # noqa: S301  # our ranks'
+
+
+def broadcast_object(
+    value: Any, broadcast: Callable[[torch.Tensor], torch.Tensor], *, is_source: bool
+) -> Any:
+    """The source's ``value``, by one collective where it takes less than 64 kB; torch's takes two.
+
+    Args:
+        value: of any type that can be pickled; of others than the source it does not matter.
+        broadcast: returns the source's tensor, given this rank's; all are 1-D, of uint8 and of one length.
+        is_source: whether this rank is the source.
+    """
+    data = pickle.dumps(value) if is_source else b""
+    size = len(data).to_bytes(_LENGTH_BYTES, "little")
+    first = broadcast(_padded((size + data)[:_FIRST_BYTES], _FIRST_BYTES)).cpu().numpy().tobytes()
+    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+    found = first[_LENGTH_BYTES:]
+    if (rest := length - len(found)) > 0:
+        found += broadcast(_padded(data[len(found) :], rest)).cpu().numpy().tobytes()
+    return pickle.loads(found[:length])  # noqa: S301  # our ranks'
 
 
 def _padded(data: bytes, size: int) -> torch.Tensor:

@@ -235,10 +235,7 @@ def _reader(data: TensorBytes) -> Callable[[torch.Tensor, int], None]:
 def _rest_of(world: World, state: Any, source: int) -> Any:
     """Rank ``source``'s state without its tensors, on every rank."""
     # Not gathered: a user may have the order of all samples in it, and every rank would get it from each of the others.
-    sent = [without_tensors(state) if world.rank == source else None]
-    dist.broadcast_object_list(sent, src=source)
-    world.settle()
-    return sent[0]
+    return world.broadcast(without_tensors(state) if world.rank == source else None, source)
 
 
 def _alike(loaded: Loaded, values: Any, source: int) -> Loaded:

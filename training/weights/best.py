@@ -60,6 +60,7 @@ class Best:
         self._facts, self._stops_early = facts, stops_early
         self._value: float | None = None
         self._written: float | None = None  # of what is in ``best``: after a crash, perhaps not the best
+        self._seeks_written = False  # whether that is not known
         self._measure = name
         self._num_since = 0  # evaluations since the best one
         self.step: int | None = None
@@ -83,8 +84,9 @@ class Best:
         if state.get("name") == self._name:
             self._value, self._num_since = state["value"], state.get("num_since", 0)
             self._measure = state.get("measure", self._name)
-        if self._value is not None:  # else the first one is the best, and written
-            self._written = self._find_written()
+        # If there was none, the first one is the best, and written. Else it is looked for when it is needed: here the
+        # training waits.
+        self._seeks_written = self._value is not None
 
     def _find_written(self) -> float | None:
         """The value of the weights in ``best``, on the node with the best ones; all ranks call it."""
@@ -164,6 +166,9 @@ class Best:
         elif not was_evaluated:  # it was, if the training was stopped right here
             self._num_since += 1
         value = means.get(self._measure, math.nan)
+        if self._seeks_written and not name:
+            self._written = self._find_written()
+        self._seeks_written = False
         if name or (not math.isnan(value) and _is_better(self._measure, value, self._written)):
             self._written = value
             best = weights()
