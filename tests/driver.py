@@ -38,6 +38,8 @@ for line in sys.stdin:
     elif name == "stop_all_but_one_that_says_late_that_it_stays":
         looks = iter([[]])
         result = workers.stop(0, staying=lambda: next(looks, [0]))
+    elif name == "stop_without_waiting":
+        result = workers.stop(0, waits=False)
     elif name == "warm_up":
         looks = []
         workers.warm_up(lambda: looks.append(1))

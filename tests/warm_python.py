@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nodekit.deploy.agent.ranks import children, forkserver, worker
+from nodekit.deploy.agent.ranks.early_ends import EarlyEnds
 from nodekit.deploy.agent.ranks.target import Target, refusal
 
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
@@ -142,7 +143,7 @@ class _Maker(forkserver._Server):
     """
 
     def __init__(self, listening: socket.socket) -> None:
-        super().__init__(listening, set())
+        super().__init__(listening, set(), EarlyEnds())
         self._env.pop(TORCHS_OWN, None)
         del self._path[0]  # this file's folder
         self._agents: dict[int, int] = {}
@@ -150,6 +151,9 @@ class _Maker(forkserver._Server):
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ, lambda: self._take(listening))
         end_with_session(self._selector)
+
+    def _wait_to_begin(self, start: Mapping[str, Any]) -> None:
+        """These take nobody's place."""
 
     def load(self, preload: Iterable[str]) -> None:
         """Import what children are not to import."""

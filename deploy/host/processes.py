@@ -13,6 +13,7 @@ from nodekit.deploy.host import files
 NOT_INSTALLED = "not installed"
 _PAGE_BYTES = 4096
 _PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 0x4  # linux/sched.h
 _boot_ids: List[str] = []  # read once: it is asked for several times a second
 
 
@@ -95,6 +96,22 @@ def activity(pid: int) -> str:
     except OSError:
         return ""
     return b" ".join(fields[number] for number in (0, 7, 9, 11, 12, 20, 21)).decode("ascii", "replace")
+
+
+def code_if_ending(pid: int) -> Optional[int]:
+    """Return the exit code, negative for a signal, of a process that ends or has ended; None for one that goes on.
+
+    The kernel takes back its memory before anybody is told of its end. Needs the right to read that process (the same
+    user's), else the code is 0.
+    """
+    try:
+        fields = files.read("/proc/%d/stat" % pid).rpartition(b")")[2].split()
+        flags, status = int(fields[6]), int(fields[49])
+    except (OSError, IndexError, ValueError):
+        return None
+    if not flags & _PF_EXITING:
+        return None
+    return -(status & 0x7F) if status & 0x7F else status >> 8
 
 
 def where_it_waits(pid: int) -> Tuple[str, str]:

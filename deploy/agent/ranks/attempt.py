@@ -70,6 +70,7 @@ class Attempts:
         self._may_stay = False  # whether these can go on in another attempt
         self._have_stayed = False  # whether there have been any, in this attempt or another
         self._grace_s = spec.grace_s
+        self._has_gpus = bool(spec.gpus)
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self.workers = Workers(server)
         self.workers.preload(imports_for(spec.argv), self._base_environment())
@@ -451,7 +452,13 @@ class Attempts:
         known = len(self.workers.stuck)
         if tell is not None:
             keeping = self._tell(tell, keep_s)
-            self.workers.stop(grace_s, is_wanted=keeping, unsignalled=self._told, staying=self._stay)
+            self.workers.stop(
+                grace_s,
+                is_wanted=keeping,
+                unsignalled=self._told,
+                staying=self._stay,
+                waits=self._has_gpus,  # whether one can be ended at all, its GPU's driver decides
+            )
         else:
             # Those that wait for an attempt which does not come save what they have.
             self.workers.stop(max(grace_s, self._grace_s) if self._stay() else grace_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -14,13 +15,19 @@ STUCK_S = 10.0
 
 
 def exit_codes(pids: Mapping[int, int]) -> dict[int, int]:
-    """The exit codes of those children that have ended, negative for a signal; they are left unreaped."""
+    """The exit codes of those children that have ended, negative for a signal; they are left unreaped.
+
+    Of those that fail, while they end: what others wait for is not that the kernel has taken back their memory.
+    """
     found = {}
     for local_rank, pid in pids.items():
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended:
             exited = ended.si_code == os.CLD_EXITED
             found[local_rank] = ended.si_status if exited else -ended.si_status
+        # One that is 0 may be that of the first thread alone, while others go on.
+        elif code := processes.code_if_ending(pid):
+            found[local_rank] = code
     return found
 
 
@@ -34,34 +41,47 @@ def signal_groups(pids: Mapping[int, int], number: int) -> None:
 
 
 def clear_up(
-    pids: Mapping[int, int], *, but: Collection[int] = (), stay: Collection[int] = ()
+    pids: Mapping[int, int],
+    *,
+    but: Collection[int] = (),
+    stay: Collection[int] = (),
+    ending: set[int] | None = None,
 ) -> dict[int, tuple[str, str]]:
     """Kill and reap workers, their groups, and whatever else they left to us: all that is in another session.
 
     Nothing is done about `but`, nor about the workers that `stay` and what is in their sessions. Returns those that
     SIGKILL does not end, as where the driver of a lost GPU never answers: pid → state and wchan.
+
+    Args:
+        pids: of the workers, by local rank.
+        but: as said.
+        stay: as said.
+        ending: those of the workers of which nothing but memory is left are not waited for, and are added to this; once
+            they are gone, what they had started is to be cleared up, too.
     """
     signal_groups(pids, signal.SIGKILL)
-    stuck = _reap(pids.values())
+    stuck = reap(pids.values(), ending)
     spared = {os.getsid(0), *stay}
+    left_alone = {*but, *(ending or ())}
     while strays := [
-        pid for pid in _children() if os.getsid(pid) not in spared and pid not in (*stuck, *but)
+        pid for pid in _children() if os.getsid(pid) not in spared and pid not in stuck.keys() | left_alone
     ]:
         for pid in strays:
             os.kill(pid, signal.SIGKILL)
-        stuck.update(_reap(strays))
+        stuck.update(reap(strays))
     return stuck
 
 
-def _reap(pids: Iterable[int]) -> dict[int, tuple[str, str]]:
+def reap(pids: Iterable[int], ending: set[int] | None = None) -> dict[int, tuple[str, str]]:
     """Wait until killed children have ended; those that have not, and in which nothing has moved for `STUCK_S`.
 
-    To take back a lot of memory, the kernel needs a while.
+    To take back a lot of memory, the kernel needs a while; if there is a set for those that are `ending`, it is not
+    waited for.
     """
     left = set(pids)
     before: dict[int, str] = {}
     since, pause_s = time.monotonic(), 0.001
-    while left := {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0] == 0}:
+    while left := _not_over(left, ending):
         now = {pid: processes.activity(pid) for pid in left}
         if now != before:
             before, since = now, time.monotonic()
@@ -70,6 +90,29 @@ def _reap(pids: Iterable[int]) -> dict[int, tuple[str, str]]:
         time.sleep(pause_s)
         pause_s = min(pause_s * 2, 0.02)
     return {pid: processes.where_it_waits(pid) for pid in left}
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait until a killed process has ended that is somebody else's child; not for ever (`STUCK_S`)."""
+    until = time.monotonic() + STUCK_S
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError:  # a kernel older than 5.3: until its parent has reaped it
+        while processes.find(pid) and time.monotonic() < until:
+            time.sleep(0.002)
+        return
+    select.select([handle], [], [], STUCK_S)
+    os.close(handle)
+
+
+def _not_over(pids: set[int], ending: set[int] | None) -> set[int]:
+    left = {pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0] == 0}
+    if ending is not None:
+        ending.update(pid for pid in left if processes.code_if_ending(pid) is not None)
+        left -= ending
+    return left
 
 
 def _children() -> list[int]:

@@ -7,8 +7,12 @@ When its socket closes, with the agent in whatever way that ended, it kills what
 A forked worker is to the user's script what a fresh interpreter is, but for what is imported already. Where that
 cannot be had (`refusal`), the child executes the command instead.
 
+The memory of a worker that has ended is taken back while the next attempt begins. What takes its place begins the
+user's program only after that, when files, ports and memory are free again.
+
 To fork a process of this size takes 0.01 to 0.02 s. So once workers run, as many forks as were started last wait for
-the next start. They know nothing yet of what they will become, and share their memory with the server.
+the next start. They share their memory with the server, and know nothing yet of what they will become; those for kit's
+training module rehearse it (`rehearsal.py`).
 """
 
 from __future__ import annotations
@@ -29,17 +33,20 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.machinery import BuiltinImporter
 from types import ModuleType
 from typing import Any, NoReturn
 
 from nodekit.deploy.agent.ranks import children, fresh, worker
+from nodekit.deploy.agent.ranks.early_ends import EarlyEnds
+from nodekit.deploy.agent.ranks.rehearsal import rehearse
 from nodekit.deploy.agent.ranks.target import TRAINING, Target, refusal, unforkable
 from nodekit.deploy.host import processes
 
 ANSWER_TIMEOUT_S = 120.0
 IMPORTS_S = 240.0  # for the imports, which may come over NFS
+ENDING_LOOK_S = 0.02  # at those of which only memory is left
 IDLE_S = 1.0  # without a request, until the next start is prepared for: workers that start need the cores
 
 
@@ -50,8 +57,10 @@ class ServerLost(Exception):
 class ForkServer:
     """The agent's end."""
 
-    def __init__(self, pid: int, connection: socket.socket) -> None:
+    def __init__(self, pid: int, connection: socket.socket, early_ends: EarlyEnds) -> None:
         self.pid = pid
+        self.early_ends = early_ends
+        """Of the workers, but for those that execute another program."""
         connection.settimeout(ANSWER_TIMEOUT_S)
         self._socket = connection
         self._answers = connection.makefile("rb")
@@ -69,6 +78,7 @@ class ForkServer:
         sys.stdout.flush()
         sys.stderr.flush()
         ours, theirs = socket.socketpair()
+        early_ends = EarlyEnds()
         # The server hears no signal, whoever sends one to the agent's whole group; workers get this mask back.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         agent = os.getpid()
@@ -76,7 +86,7 @@ class ForkServer:
         if pid == 0:
             try:
                 ours.close()
-                _Server(theirs, mask).serve(preload, agent)
+                _Server(theirs, mask, early_ends).serve(preload, agent)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -84,7 +94,7 @@ class ForkServer:
                 os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
-        return cls(pid, ours)
+        return cls(pid, ours, early_ends)
 
     def ask(self, op: str, **args: Any) -> dict[str, Any]:
         """Have the server do something."""
@@ -155,19 +165,26 @@ class ForkServer:
 class _Server:
     """The server's end."""
 
-    def __init__(self, connection: socket.socket, mask: set[signal.Signals | int]) -> None:
+    def __init__(
+        self, connection: socket.socket, mask: set[signal.Signals | int], early_ends: EarlyEnds
+    ) -> None:
         self._socket = connection
         self._mask = mask
+        self._early_ends = early_ends
         self._path, self._env = sys.path[:], dict(os.environ)  # before imports have changed them
         self._began_s = time.time()
         self._set_by_imports: list[tuple[str, str | None, str]] = []  # a variable, what it was, and is
         self._pids: dict[int, int] = {}
         self._waiting: dict[int, int] = {}  # pid of a fork that waits for a start → the pipe that it reads
         self._num_wanted = 0  # of these
+        self._rehearsed: Sequence[str] | None = (
+            None  # the options of kit's training module, if it was started last
+        )
         # Known here: each fork would have the kernel copy many pages by looking at all modules.
         self._own_modules: list[str] = []
         self._agent = 0
         self._stuck: set[int] = set()
+        self._ending: set[int] = set()  # of which nothing but memory is left
 
     def serve(self, preload: Sequence[str], agent: int) -> None:
         """Answer until the agent is gone."""
@@ -188,11 +205,7 @@ class _Server:
             elif request["op"] == "start":
                 answer["fresh"] = self._start(request["starts"])
             elif request["op"] == "clear":
-                stay = {key: pid for key, pid in self._pids.items() if key in request["stay"]}
-                ending = {key: pid for key, pid in self._pids.items() if key not in stay}
-                found = children.clear_up(ending, but=self._stuck, stay=stay.values())
-                answer["stuck"], self._pids = found, stay
-                self._stuck |= found.keys()
+                answer["stuck"] = self._clear(request["stay"], waits=request["waits"])
             answer["pids"] = self._pids
             answer["ended"] = children.exit_codes(self._pids)
             self._socket.sendall(json.dumps(answer).encode() + b"\n")
@@ -206,17 +219,38 @@ class _Server:
             if is_whole:
                 unread = rest
                 yield line
-            elif (
-                len(self._waiting) < self._num_wanted and not select.select([self._socket], [], [], IDLE_S)[0]
-            ):
+            elif self._ending and not self._has_request(ENDING_LOOK_S):
+                self._look_at_ending()
+            elif len(self._waiting) < self._num_wanted and not self._has_request(IDLE_S):
                 try:
-                    self._waiting.update([self._new_fork()])
+                    self._waiting.update([self._new_fork(self._rehearsed)])
                 except OSError:  # for lack of memory, say: not before the next start
                     self._num_wanted = 0
             elif came := self._socket.recv(1 << 16):
                 unread += came
             else:
                 return
+
+    def _has_request(self, timeout_s: float) -> bool:
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
+
+    def _clear(self, stay: Collection[int], *, waits: bool) -> dict[int, tuple[str, str]]:
+        """End all workers but those that stay; those that SIGKILL does not end."""
+        last, self._ending = self._ending, set()
+        found = children.reap(last)
+        staying = {key: pid for key, pid in self._pids.items() if key in stay}
+        pids = {key: pid for key, pid in self._pids.items() if key not in staying}
+        ending = None if waits else self._ending
+        found |= children.clear_up(pids, but=self._stuck | found.keys(), stay=staying.values(), ending=ending)
+        self._pids = staying
+        self._stuck |= found.keys()
+        return found
+
+    def _look_at_ending(self) -> None:
+        gone = {pid for pid in self._ending if os.waitpid(pid, os.WNOHANG)[0]}
+        self._ending -= gone
+        if gone:  # what they had started is ours now
+            children.clear_up({}, but=self._stuck | self._ending, stay=self._pids.values())
 
     def _preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
         """Import these in what is common to the environments of all ranks: libraries read it then, and change it."""
@@ -237,7 +271,9 @@ class _Server:
         for start in starts:
             target = Target.parse(start["argv"])
             why_not = unfit or refusal(target, start["env"], start["cwd"], self._env)
-            self._pids[start["local_rank"]] = self._started({**start, "is_executed": bool(why_not)})
+            self._rehearsed = target.args if target and target.is_training and not why_not else None
+            more = {"is_executed": bool(why_not), "after": [*self._ending]}
+            self._pids[start["local_rank"]] = self._started({**start, **more})
             if why_not:
                 executed[start["local_rank"]] = why_not
         self._num_wanted = max(self._num_wanted, len(starts) - len(executed))
@@ -256,8 +292,11 @@ class _Server:
             else:
                 return pid
 
-    def _new_fork(self) -> tuple[int, int]:
-        """A process that waits for what it is to become, and the pipe through which it is told."""
+    def _new_fork(self, rehearsed: Sequence[str] | None = None) -> tuple[int, int]:
+        """A process that waits for what it is to become, and the pipe through which it is told.
+
+        It first rehearses to be kit's training module with the options `rehearsed`.
+        """
         server = os.getpid()
         theirs, ours = os.pipe()
         try:
@@ -274,6 +313,9 @@ class _Server:
                     os.close(pipe)
                 # A signal for it ends it, and is not kept for the worker that it would become.
                 signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+                if rehearsed is not None:
+                    rehearse(rehearsed)
+                    fresh.forget_listings(self._began_s)
                 with open(theirs, "rb") as file:  # noqa: PTH123
                     text = file.read()
                 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -292,6 +334,7 @@ class _Server:
         argv, env, cwd = list(start["argv"]), dict(start["env"]), start["cwd"]
         torch = sys.modules.get("torch")
         if target is None or (torch and torch.cuda._is_in_bad_fork()):  # a preload has woken CUDA
+            self._wait_to_begin(start)
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             worker.execute(argv, env, cwd)
         assert target is not None
@@ -331,8 +374,15 @@ class _Server:
                 signal.signal(number, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._wait_to_begin(start)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         fresh.run(target)
+
+    def _wait_to_begin(self, start: Mapping[str, Any]) -> None:
+        """In a worker: until what it takes the place of is gone, with its ports and files; then tell of its own end."""
+        for pid in start["after"]:
+            children.wait_until_gone(pid)
+        self._early_ends.hold(start["local_rank"])
 
 
 def _import(names: Sequence[str]) -> None:

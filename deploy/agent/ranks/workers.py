@@ -10,6 +10,7 @@ import resource
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.agent.ranks import children
+from nodekit.deploy.agent.ranks.early_ends import EarlyEnds
 from nodekit.deploy.agent.ranks.forkserver import ForkServer, ServerLost
 from nodekit.deploy.host import processes
 
@@ -72,6 +74,7 @@ class Workers:
         self._ended: dict[int, int] = {}
         self._ends = select.epoll()
         self._handles: dict[int, int] = {}
+        self._watched: set[int] = set()  # pids of which a thread tells when they begin to end
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ends.register(self._bell, select.EPOLLIN)
         self.fresh: dict[int, str] = {}
@@ -136,6 +139,7 @@ class Workers:
         """
         is_sure = True
         there = {pid for local_rank, pid in self._pids.items() if local_rank not in self._ended}
+        self._watch_early_ends()
         for pid in self._handles.keys() - there:
             self._forget(pid)
         for pid in there - self._handles.keys():
@@ -148,6 +152,24 @@ class Workers:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         return bool(found) or not is_sure
+
+    def _watch_early_ends(self) -> None:
+        """Have `wait` end as soon as a worker begins to end: some time before its parent is told."""
+        if self._server is None:
+            return
+        early_ends = self._server.early_ends
+        self._watched &= set(self._pids.values())
+        for local_rank, pid in self._pids.items():
+            if pid not in self._watched and early_ends.is_held(local_rank):
+                self._watched.add(pid)
+                name = f"nodekit-end{local_rank}"
+                threading.Thread(
+                    target=self._tell_early_end, args=(early_ends, local_rank), name=name, daemon=True
+                ).start()
+
+    def _tell_early_end(self, early_ends: EarlyEnds, local_rank: int) -> None:
+        early_ends.wait(local_rank)
+        self.wake()
 
     def wake_by(self, descriptor: int) -> None:
         """Have `wait` end, too, when something has come that can be read from this: once, whether it is read or not."""
@@ -178,6 +200,7 @@ class Workers:
         is_wanted: Callable[[], bool] = lambda: False,
         unsignalled: Collection[int] = (),
         staying: Callable[[], Collection[int]] = tuple,
+        waits: bool = True,
     ) -> bool:
         """End all workers and what they started: SIGTERM, and SIGKILL after `grace_s`; whether a worker needed that.
 
@@ -186,6 +209,8 @@ class Workers:
             is_wanted: after `grace_s`, even of 0, this goes on waiting while it is true; it is asked before, too.
             unsignalled: local ranks that get no SIGTERM: they have been told otherwise.
             staying: those that are not to be ended by now, but are to be there at the next `start`.
+            waits: whether for the kernel to take back their memory, too. If not, those that are started in their place
+                wait for it, as far as they are forks, and what cannot be ended is known at the next `stop`.
         """
         deadline = time.monotonic() + grace_s
         left = self._left(staying)
@@ -199,7 +224,7 @@ class Workers:
                 self.wait(_POLL_S)
         pids, stays = dict(self._pids), set(staying())  # asked once: who says so only now stays as well
         stay = {key: pid for key, pid in pids.items() if key in stays and key not in self._ended}
-        if self._served and (answer := self._ask("clear", stay=[*stay])) is not None:
+        if self._served and (answer := self._ask("clear", stay=[*stay], waits=waits)) is not None:
             stuck = {int(pid): where for pid, where in answer["stuck"].items()}
         else:
             but = [each.pid for each in self.stuck]

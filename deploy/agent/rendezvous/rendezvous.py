@@ -63,7 +63,7 @@ FORM_TIMEOUT_S = 20.0  # to tell each other of oneself, once the round is comple
 LAST_LOOK_S = 3.0
 _POLL_S = 0.05
 _SOON_S = 1.0  # so long few nodes ask more often: then most have met
-_POLL_S_A_NODE = 0.001
+_POLL_S_A_NODE = 0.0005
 _HUB, _OUTCOME = "hub", "outcome"
 _T = TypeVar("_T")
 

@@ -54,6 +54,7 @@ class Node:
         own._keeping, own._staying, own._stayed, own._standing_by = set(), set(), set(), set()
         own._may_stay, own._have_stayed, own.is_on = False, False, True
         own._grace_s, own._started, own._pids_then = 20.0, self.now - 5.0, {}
+        own._has_gpus = False
         own.workers = SimpleNamespace(
             pids={0: 100, 1: 101}, poll=lambda: dict(self.exits), wait=self.wait, stop=self._stop, stuck=[]
         )
@@ -389,7 +390,8 @@ def test_who_is_told_of_a_loss_gets_no_signal_and_may_stay(node: Node) -> None:
     node.attempts.end(0.25, "a node is lost", tell="lost")
     [(grace_s, how)] = node.stops
     assert grace_s == 0.25
-    assert set(how) == {"is_wanted", "unsignalled", "staying"}
+    assert set(how) == {"is_wanted", "unsignalled", "staying", "waits"}
+    assert how["waits"] is False, "for memory: what takes a place waits for it"
     assert how["unsignalled"] == {0: "lost", 1: "lost"}
     assert how["staying"]() == {1}
     assert node.own._standing_by == {1}, "it waits for its first attempt yet"

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -24,7 +25,9 @@ from free_ports import free_port
 
 from nodekit.deploy.agent.ranks import worker
 from nodekit.deploy.agent.ranks.attempt import imports_for
+from nodekit.deploy.agent.ranks.early_ends import EarlyEnds
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
+from nodekit.deploy.agent.ranks.rehearsal import rehearse
 from nodekit.deploy.agent.ranks.target import unforkable
 from nodekit.deploy.agent.ranks.workers import Workers
 from nodekit.deploy.host import processes
@@ -577,11 +580,93 @@ def test_a_wait_ends_with_a_worker_or_a_call_and_not_before(light: Driver, tmp_p
     (tmp_path / "go").touch()
     assert light.call("wait", 60) is True
     until(lambda: light.call("poll") == {"0": 0})
-    assert light.call("wait", 0.2) is False, "of its end it has told"
+    until(
+        lambda: light.call("wait", 0.2) is False, what="all to be told of its end"
+    )  # and that it began to end
     light.call("wake")
     assert light.call("wait", 60) is True
     assert light.call("wait", 0.2) is False, "once for each call"
     assert light.call("stop", GRACE_S) is False
+
+
+# To take back its memory takes the kernel 0.1 s, and as much longer as the machine is slower.
+LARGE = """
+import subprocess, time
+memory = bytearray(b"x") * (1 << 30)
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def is_gone(handle: int) -> bool:
+    """Whether a process has ended with all its memory, by its pidfd."""
+    return bool(select.select([handle], [], [], 0)[0])
+
+
+@pytest.fixture
+def killed(driver: Drivers) -> Iterator[tuple[Driver, int]]:
+    """The agent of a worker that has much memory, and a process of its own, and was killed; the worker's pidfd."""
+    one = driver([])
+    pid = one.start(one.script(LARGE, "large.py"))[0]
+    one.said("up")
+    assert one.call("wait", 0.5) is False
+    handle = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    yield one, handle
+    os.close(handle)
+
+
+def test_a_killed_worker_is_told_before_its_memory_is_taken_back(killed: tuple[Driver, int]) -> None:
+    """Until then its parent and its connections are told nothing, and a large one takes seconds."""
+    driver, handle = killed
+    assert driver.call("wait", 60) is True
+    assert driver.call("poll") == {"0": -signal.SIGKILL}
+    assert not is_gone(handle)
+    driver.call("stop", 0)
+    assert is_gone(handle)
+
+
+def test_what_takes_its_place_begins_once_it_is_gone_and_what_it_had_started_is_ended(
+    killed: tuple[Driver, int],
+) -> None:
+    driver, handle = killed
+    assert driver.call("stop_without_waiting") is False
+    assert not is_gone(handle)
+    (other,) = [pid for pid, line in processes_of(driver.marker).items() if line.startswith("sleep ")]
+    driver.start(driver.script(UP))
+    driver.said("up")
+    assert is_gone(handle)
+    until(lambda: not Path(f"/proc/{other}").exists())
+    assert driver.call("poll") == {}, "the new one goes on"
+
+
+def test_the_end_of_whoever_holds_a_mutex_is_told_and_that_it_executes_another_program() -> None:
+    ends = EarlyEnds()
+    assert not ends.is_held(0)
+    for end in ("os._exit(1)", "os.execv('/bin/sleep', ['sleep', '600'])"):
+        reads, writes = os.pipe()
+        pid = os.fork()
+        if not pid:
+            ends.hold(0)
+            ends.hold(64)  # there is none
+            os.read(reads, 1)
+            exec(end)
+        until(lambda: ends.is_held(0))
+        assert not ends.is_held(1)
+        assert not ends.is_held(64)
+        thread = threading.Thread(target=ends.wait, args=(0,), daemon=True)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        os.write(writes, b"x")
+        thread.join(60)
+        assert not thread.is_alive()
+        assert not ends.is_held(0)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reads)
+        os.close(writes)
 
 
 def test_a_wait_ends_once_for_what_comes_whether_it_is_read_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -771,6 +856,43 @@ def test_while_workers_run_forks_wait_for_the_next_start(driver: Drivers) -> Non
     )
     os.kill(one.server, signal.SIGKILL)
     until(lambda: waiting.isdisjoint(processes_of(one.marker)))
+
+
+def test_what_waits_to_be_kits_module_has_rehearsed_it_and_what_waits_for_a_script_has_not(
+    driver: Drivers,
+) -> None:
+    def own_memory_kb(pid: int) -> int:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return int(re.findall(r"Private_Dirty: +(\d+) kB", text)[0])
+
+    def waiting(one: Driver) -> int:
+        known = {one.process.pid, one.server, *one.call("pids").values()}
+        return until(lambda: [*{*processes_of(one.marker)} - known])[0]
+
+    module = driver(TORCH)
+    module.run(("python", "-m", "nodekit.training", "--task", "no.such.task:Task"))
+    pid = waiting(module)
+    until(lambda: own_memory_kb(pid) > 6000)
+    until(lambda: "pipe" in processes.where_it_waits(pid)[1], what="its start")
+    assert len(list(Path(f"/proc/{pid}/task").iterdir())) == 1, "no thread that a fork of it would lack"
+    script = driver(TORCH)
+    script.start(script.script(UP))
+    pid = waiting(script)
+    until(lambda: "pipe" in processes.where_it_waits(pid)[1], what="its start")
+    assert own_memory_kb(pid) < 5000
+
+
+def test_where_torch_is_for_gpus_the_rehearsal_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward pass would, and the process would have them whatever CUDA_VISIBLE_DEVICES its start has."""
+    import torch
+
+    made: list[int] = []
+    monkeypatch.setattr(torch.nn, "Conv2d", lambda *_: made.append(1) or torch.nn.Identity())
+    for cuda, expected in ((torch.version.cuda, [1]), ("13.0", [])):
+        made.clear()
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        rehearse(["--task", "digits", "--no-such-option"])
+        assert made == expected
 
 
 def test_a_relative_python_path_starts_afresh(driver: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:
