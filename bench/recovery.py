@@ -76,6 +76,7 @@ examples:
   bench/recovery                               3 rounds: 10 minutes, and 7 more with the peers
   bench/recovery --install-peers               install ft_launcher and torchft first, into {venv}
   bench/recovery --only kit --faults cut --rounds 1 --timeline
+  bench/recovery --gb 3 --faults worker        large processes: the kernel takes 0.1 s to take back 1 GB
   bench/recovery --storm 1000                  half an hour: what so many lost ranks cost and leave behind
 
 It needs root (for the lab). Exit status: 0 unless kit did not recover; a goal that is missed is no error. That of
@@ -515,6 +516,7 @@ def main() -> int:
         (shared / "job").mkdir()
         for name in (JOB, ATTEMPTS_JOB, TASK, TORCHFT_JOB):
             shutil.copyfile(Path(__file__).with_name(name), shared / "job" / name)
+        (shared / "job" / "bytes").write_text(str(int(args.gb * 1e9)))
 
     if args.storm:
         with bench(NUM_HOSTS, prepare) as lab:
@@ -580,6 +582,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="which ranks --storm kills, and when (0)"
+    )
+    parser.add_argument(
+        "--gb", type=float, default=0.0, metavar="N", help="memory that each rank holds besides, in GB (0)"
     )
     parser.add_argument("--timeline", action="store_true", help="print kit's events around each fault")
     parser.add_argument("--install-peers", action="store_true", help="install ft_launcher and torchft first")

@@ -213,6 +213,7 @@ def main() -> int:
         here = Path(__file__).parent
         shutil.copyfile(here / "job.py", project / "train.py")
         shutil.copyfile(here / "recovery_job.py", project / "recovery_job.py")
+        (project / "bytes").write_text("0")
         if "starts" in args.only:
             broken |= print_starts(Starts(lab, project), lab, args.rounds)
         if "losses" in args.only:

@@ -71,6 +71,7 @@ class Attempts:
         self._have_stayed = False  # whether there have been any, in this attempt or another
         self._grace_s = spec.grace_s
         self._has_gpus = bool(spec.gpus)
+        self._is_own_loop = not is_training_module(spec)
         self._logbook = Logbook(str(self._folder / "logs"), spec.keep_log_bytes, self._say_of_logs)
         self.workers = Workers(server)
         self.workers.preload(imports_for(spec.argv), self._base_environment())
@@ -410,9 +411,16 @@ class Attempts:
 
     @property
     def is_joining(self) -> bool:
-        """Whether ranks that can go on in another attempt have not told a step in this one yet."""
+        """Whether ranks that can go on in another attempt have not told a step in this one yet.
+
+        A loop of the user's need not tell any: its ranks have joined when nothing is told that they do before.
+        """
         told = self._record.progress()
-        begun = {rank for rank, each in told.items() if not each.is_start}
+        begun = {
+            rank
+            for rank, each in told.items()
+            if not each.is_start or (self._is_own_loop and not each.text.strip())
+        }
         left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
         return self._may_stay and not {self.ranks[key] for key in left} <= begun
 

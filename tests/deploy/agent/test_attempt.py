@@ -54,7 +54,7 @@ class Node:
         own._keeping, own._staying, own._stayed, own._standing_by = set(), set(), set(), set()
         own._may_stay, own._have_stayed, own.is_on = False, False, True
         own._grace_s, own._started, own._pids_then = 20.0, self.now - 5.0, {}
-        own._has_gpus = False
+        own._has_gpus = own._is_own_loop = False
         own.workers = SimpleNamespace(
             pids={0: 100, 1: 101}, poll=lambda: dict(self.exits), wait=self.wait, stop=self._stop, stuck=[]
         )
@@ -379,6 +379,18 @@ def test_ranks_that_can_go_on_are_joining_until_each_has_told_a_step(node: Node)
     node.own._staying = set()
     node.says(1, "1/50 loss 1.0")
     assert not node.attempts.is_joining
+
+
+def test_a_loop_that_tells_no_steps_has_begun_once_its_ranks_have_joined(node: Node) -> None:
+    """Or a node that comes in would wait for a minute."""
+    node.own._may_stay = node.own._is_own_loop = True
+    node.says(0, "\n")
+    node.says(1, f"{stages.STARTING}meeting the other ranks")
+    assert node.attempts.is_joining
+    node.says(1, "\n")
+    assert not node.attempts.is_joining
+    node.own._is_own_loop = False
+    assert node.attempts.is_joining, "kit's module says what it does next"
 
 
 # --- the end of an attempt -----------------------------------------------------------------------------------
