@@ -584,7 +584,11 @@ def _arguments() -> argparse.Namespace:
         "--seed", type=int, default=0, metavar="N", help="which ranks --storm kills, and when (0)"
     )
     parser.add_argument(
-        "--gb", type=float, default=0.0, metavar="N", help="memory that each rank holds besides, in GB (0)"
+        "--gb",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="memory that each rank has besides until it is lost, in GB (0)",
     )
     parser.add_argument("--timeline", action="store_true", help="print kit's events around each fault")
     parser.add_argument("--install-peers", action="store_true", help="install ft_launcher and torchft first")

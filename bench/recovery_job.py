@@ -25,7 +25,8 @@ STEP_S = 0.02
 # The hosts share this machine's cores. A launcher that sets no OMP_NUM_THREADS shall not lose by that here.
 torch.set_num_threads(1)
 folder = Path(os.environ["BENCH_FOLDER"])
-memory = bytes(1) * int(Path(__file__).with_name("bytes").read_text())  # by --gb
+is_first = not (folder / "steps.jsonl").exists()
+memory = bytes(1) * int(Path(__file__).with_name("bytes").read_text() if is_first else 0)  # by --gb
 snapshots = Path(os.environ.get("NODEKIT_SNAPSHOT_DIR") or folder / "snapshots")
 snapshots.mkdir(parents=True, exist_ok=True)
 folder.mkdir(parents=True, exist_ok=True)
