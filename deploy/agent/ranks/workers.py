@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import resource
@@ -162,10 +163,9 @@ class Workers:
         for local_rank, pid in self._pids.items():
             if pid not in self._watched and early_ends.is_held(local_rank):
                 self._watched.add(pid)
-                name = f"nodekit-end{local_rank}"
-                threading.Thread(
-                    target=self._tell_early_end, args=(early_ends, local_rank), name=name, daemon=True
-                ).start()
+                tell = functools.partial(self._tell_early_end, early_ends, local_rank)
+                with contextlib.suppress(RuntimeError):  # no thread can be started: its end is told later
+                    threading.Thread(target=tell, name=f"nodekit-end{local_rank}", daemon=True).start()
 
     def _tell_early_end(self, early_ends: EarlyEnds, local_rank: int) -> None:
         early_ends.wait(local_rank)

@@ -641,6 +641,19 @@ def test_what_takes_its_place_begins_once_it_is_gone_and_what_it_had_started_is_
     assert driver.call("poll") == {}, "the new one goes on"
 
 
+def test_where_no_thread_can_be_started_an_end_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    workers = Workers(Mock(early_ends=Mock(is_held=Mock(side_effect=[False, True]))))
+    workers._pids = {0: os.getpid()}
+    start = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert not workers.wait(0)
+    start.assert_not_called()
+    for _ in range(2):
+        assert not workers.wait(0)
+    start.assert_called_once_with()
+
+
 def test_the_end_of_whoever_holds_a_mutex_is_told_and_that_it_executes_another_program() -> None:
     ends = EarlyEnds()
     assert not ends.is_held(0)
