@@ -208,7 +208,7 @@ class Agent:
         self._shortage.wait(error, self._spec, end, self._pause)
 
     def _take_new_spec(self) -> None:
-        self._attempts.end(DYING_S, "another generation", tell="lost")
+        self._attempts.end(DYING_S, "another generation", tell="lost", waits=True)
         self._leave()
         spec = descriptors.when_there(lambda: AgentSpec.load(self._folder), self._check_stop)
         old = self._spec
@@ -229,7 +229,7 @@ class Agent:
     def _wait_fenced(self) -> None:
         """This generation is over: until the supervisor calls into the next one; Superseded then."""
         # Who keeps a step can commit no other here, and goes on with it in the next generation.
-        self._attempts.end(self._watch.dying_s, "fenced", tell="lost")
+        self._attempts.end(self._watch.dying_s, "fenced", tell="lost", waits=True)
         self._record.update(state="fenced", workers=[], members=[], blocked="")
         self._leave()
         deadline = time.monotonic() + self._spec.wait_s
@@ -242,7 +242,7 @@ class Agent:
     def _wait_orphaned(self, lost: StoreLost) -> None:
         """The store is lost: until it can be reached again, or the supervisor calls."""
         why = str(lost)
-        self._attempts.end(DYING_S, "the rendezvous host is lost", tell="lost")
+        self._attempts.end(DYING_S, "the rendezvous host is lost", tell="lost", waits=True)
         self._leave()
         now = time.monotonic()
         self._orphaned = [when for when in self._orphaned if now - when < ORPHANED_OFTEN_S] + [now]

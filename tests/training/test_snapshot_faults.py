@@ -216,11 +216,13 @@ class Histories(OnAFailingDisk):
                 sent = group.gather(rank, tensor.clone() if rank == src else None)[src]
                 tensor.copy_(sent)
 
-            def broadcast_object_list(values: list[Any], src: int) -> None:
-                values[:] = group.gather(rank, copy.deepcopy(values) if rank == src else None)[src]
+            def broadcast_value(value: Any, source: int) -> Any:
+                return group.gather(rank, copy.deepcopy(value) if rank == source else None)[source]
+
+            own.broadcast = broadcast_value
 
             def run() -> Any:
-                own_dist.broadcast, own_dist.broadcast_object_list = broadcast, broadcast_object_list
+                own_dist.broadcast = broadcast
                 writes = exchange.writes_snapshots(stores[rank], own)
                 found = exchange.newest_of_all(stores[rank], own, writes=writes)
                 return found, writes
@@ -230,7 +232,6 @@ class Histories(OnAFailingDisk):
         own_dist = threading.local()
         fake = SimpleNamespace(
             broadcast=lambda tensor, src: own_dist.broadcast(tensor, src),
-            broadcast_object_list=lambda values, src: own_dist.broadcast_object_list(values, src),
         )
         fired = self.disk.num_fired
         with self.kit(is_newer_kit), mock.patch.object(exchange, "dist", fake), self.disk.failing(fault):

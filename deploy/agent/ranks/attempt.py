@@ -451,11 +451,20 @@ class Attempts:
             blamed = {rank: pid for rank, pid in self.pids.items() if rank in ranks}
             children.signal_groups(blamed, signal.SIGKILL)
 
-    def end(self, grace_s: float, why: str, *, tell: Kind | None = None, keep_s: float | None = None) -> None:
+    def end(
+        self,
+        grace_s: float,
+        why: str,
+        *,
+        tell: Kind | None = None,
+        keep_s: float | None = None,
+        waits: bool = False,
+    ) -> None:
         """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).
 
         Where a rank is lost or a node comes in (`tell`), some keep what they have, and have `keep_s` for that (None:
-        the spec's grace); those that wait with it for the next attempt stay.
+        the spec's grace); those that wait with it for the next attempt stay. Those that end are waited for until
+        nothing of them is left only if that is asked for (`waits`), and on GPUs, whose driver may keep one from ending.
         """
         known = len(self.workers.stuck)
         if tell is not None:
@@ -465,7 +474,7 @@ class Attempts:
                 is_wanted=keeping,
                 unsignalled=self._told,
                 staying=self._stay,
-                waits=self._has_gpus,  # whether one can be ended at all, its GPU's driver decides
+                waits=waits or self._has_gpus,
             )
         else:
             # Those that wait for an attempt which does not come save what they have.

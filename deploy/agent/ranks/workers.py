@@ -236,7 +236,7 @@ class Workers:
             self.stuck.append(Stuck(pid=pid, local_rank=local_rank, state=state, wchan=wchan))
         for pid in list(self._handles):
             self._forget(pid)
-        self._served = self._served and bool(self._pids)
+        self._served = self._served and (bool(self._pids) or not waits)  # what ends is to be waited for yet
         return bool(left.keys() - stay.keys())
 
     def _left(self, staying: Callable[[], Collection[int]]) -> dict[int, int]:

@@ -411,6 +411,13 @@ def test_who_is_told_of_a_loss_gets_no_signal_and_may_stay(node: Node) -> None:
     assert node.events == [("attempt-ended", told)]
     assert node.done == ["keep no more", "logs", "look, last: True"]
     assert not node.attempts.is_on
+    for gpus, waits in (
+        (True, False),
+        (False, True),
+    ):  # a driver may keep it from ending; a fence is to be sure
+        node.own._has_gpus = gpus
+        node.attempts.end(0.25, "again", tell="lost", waits=waits)
+        assert node.stops[-1][1]["waits"]
 
 
 def test_who_waits_for_an_attempt_that_does_not_come_has_the_grace_to_save_what_it_has(node: Node) -> None:
