@@ -49,13 +49,12 @@ def clear_up(
 ) -> dict[int, tuple[str, str]]:
     """Kill and reap workers, their groups, and whatever else they left to us: all that is in another session.
 
-    Nothing is done about `but`, nor about the workers that `stay` and what is in their sessions. Returns those that
-    SIGKILL does not end, as where the driver of a lost GPU never answers: pid → state and wchan.
+    Returns those that SIGKILL does not end, as where the driver of a lost GPU never answers: pid → state and wchan.
 
     Args:
         pids: of the workers, by local rank.
-        but: as said.
-        stay: as said.
+        but: pids of processes about which nothing is done.
+        stay: pids of workers that go on, with what is in their sessions.
         ending: those of the workers of which nothing but memory is left are not waited for, and are added to this; once
             they are gone, what they had started is to be cleared up, too.
     """

@@ -177,9 +177,8 @@ class _Server:
         self._pids: dict[int, int] = {}
         self._waiting: dict[int, int] = {}  # pid of a fork that waits for a start → the pipe that it reads
         self._num_wanted = 0  # of these
-        self._rehearsed: Sequence[str] | None = (
-            None  # the options of kit's training module, if it was started last
-        )
+        # The options of kit's training module, if that was started last.
+        self._rehearsed: Sequence[str] | None = None
         # Known here: each fork would have the kernel copy many pages by looking at all modules.
         self._own_modules: list[str] = []
         self._agent = 0

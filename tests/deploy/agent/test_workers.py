@@ -641,6 +641,14 @@ def test_what_takes_its_place_begins_once_it_is_gone_and_what_it_had_started_is_
     assert driver.call("poll") == {}, "the new one goes on"
 
 
+def test_a_stop_that_waits_does_so_for_what_an_earlier_one_has_left(killed: tuple[Driver, int]) -> None:
+    driver, handle = killed
+    driver.call("stop_without_waiting")
+    assert not is_gone(handle)
+    driver.call("stop", 0)
+    assert is_gone(handle)
+
+
 def test_where_no_thread_can_be_started_an_end_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
     workers = Workers(Mock(early_ends=Mock(is_held=Mock(side_effect=[False, True]))))
