@@ -125,8 +125,10 @@ class Attempts:
         self._messages.prepare(range(spec.nproc_per_node))
         for local_rank in local_ranks:
             self._messages.keep(local_rank)
-            with contextlib.suppress(OSError):  # of one that came to no attempt
-                Path(self._log_before(local_rank)).unlink()
+            log = Path(self._log_before(local_rank))
+            with contextlib.suppress(OSError):
+                log.unlink(missing_ok=True)  # the last one's
+                log.touch(mode=0o600)
         starts = [
             WorkerStart(
                 local_rank=local_rank,
@@ -176,8 +178,9 @@ class Attempts:
             master=f"{formed.master_addr}:{formed.master_port}",
         )
         for local_rank in self._standing_by:
-            with contextlib.suppress(OSError):  # what it has said, and says until it hears of the attempt
-                Path(self._log_before(local_rank)).replace(self._log_of(self.ranks[local_rank]))
+            # What it has said, and says until it hears of the attempt. By a second name: it may open the first one yet.
+            with contextlib.suppress(OSError):
+                Path(self._log_of(self.ranks[local_rank])).hardlink_to(self._log_before(local_rank))
         self._logbook.begin([self._log_of(rank) for rank in self.ranks.values()])
         _name_threads()
 

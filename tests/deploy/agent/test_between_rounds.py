@@ -42,7 +42,12 @@ class Lone:
             event=lambda kind, **told: self.events.append((kind, told)),
             end=lambda state, **told: self.events.append((state, told)),
         )
-        self.agent._attempts = SimpleNamespace(end=lambda *how, tell=None: self.ends.append((*how, tell)))  # type: ignore[assignment]
+
+        def end(*how: Any, tell: str | None = None, waits: bool = False) -> None:
+            assert waits, "a fence is to be sure"
+            self.ends.append((*how, tell))
+
+        self.agent._attempts = SimpleNamespace(end=end)  # type: ignore[assignment]
         self.agent._orders = SimpleNamespace(check_spec=lambda _: None)  # type: ignore[assignment]
         self.agent._rendezvous = self.agent._formed = None
         self.agent._orphaned = []
