@@ -44,7 +44,7 @@ class Lone:
         )
 
         def end(*how: Any, tell: str | None = None, waits: bool = False) -> None:
-            assert waits, "a fence is to be sure"
+            assert waits or tell is None, "a fence is to be sure"
             self.ends.append((*how, tell))
 
         self.agent._attempts = SimpleNamespace(end=end)  # type: ignore[assignment]
