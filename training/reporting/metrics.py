@@ -117,8 +117,6 @@ def agree(path: Path, world: "World") -> None:
 
     A node that joined late lacks lines, and one that was absent has lines of steps that were done again.
     """
-    import torch.distributed as dist  # only for ranks
-
     own = None
     if world.is_first_on_node:
         try:
@@ -130,16 +128,16 @@ def agree(path: Path, world: "World") -> None:
     if best is None or all(offer in (None, best) for offer in offers):
         return
     source = offers.index(best)
-    sent: list[bytes | None] = [None]
+    sent: bytes | None = None
     if world.rank == source:
         try:
             lines = read(path, path.stat().st_size)
-            sent = [zlib.compress(b"".join(thinned(lines, MOST_SENT, whole=_COMPARED)), 1)]
+            sent = zlib.compress(b"".join(thinned(lines, MOST_SENT, whole=_COMPARED)), 1)
         except OSError as error:
             log.warning("%s is not sent to the other nodes: %s", path, error)
-    dist.broadcast_object_list(sent, src=source)
-    if own not in (None, best) and sent[0] is not None:
-        _replace(path, [zlib.decompress(sent[0])])
+    sent = world.broadcast(sent, source)
+    if own not in (None, best) and sent is not None:
+        _replace(path, [zlib.decompress(sent)])
 
 
 def held(path: Path) -> Held:

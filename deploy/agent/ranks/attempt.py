@@ -179,8 +179,12 @@ class Attempts:
         )
         for local_rank in self._standing_by:
             # What it has said, and says until it hears of the attempt. By a second name: it may open the first one yet.
+            before, log = Path(self._log_before(local_rank)), Path(self._log_of(self.ranks[local_rank]))
             with contextlib.suppress(OSError):
-                Path(self._log_of(self.ranks[local_rank])).hardlink_to(self._log_before(local_rank))
+                try:
+                    log.hardlink_to(before)
+                except OSError:  # a file system without such links
+                    before.replace(log)
         self._logbook.begin([self._log_of(rank) for rank in self.ranks.values()])
         _name_threads()
 

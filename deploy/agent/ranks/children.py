@@ -59,7 +59,7 @@ def clear_up(
             they are gone, what they had started is to be cleared up, too.
     """
     signal_groups(pids, signal.SIGKILL)
-    stuck = reap(pids.values(), ending)
+    stuck = _reap(pids.values(), ending)
     spared = {os.getsid(0), *stay}
     left_alone = {*but, *(ending or ())}
     while strays := [
@@ -67,11 +67,11 @@ def clear_up(
     ]:
         for pid in strays:
             os.kill(pid, signal.SIGKILL)
-        stuck.update(reap(strays))
+        stuck.update(_reap(strays))
     return stuck
 
 
-def reap(pids: Iterable[int], ending: set[int] | None = None) -> dict[int, tuple[str, str]]:
+def _reap(pids: Iterable[int], ending: set[int] | None = None) -> dict[int, tuple[str, str]]:
     """Wait until killed children have ended; those that have not, and in which nothing has moved for `STUCK_S`.
 
     To take back a lot of memory, the kernel needs a while; if there is a set for those that are `ending`, it is not

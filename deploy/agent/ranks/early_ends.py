@@ -50,15 +50,15 @@ class EarlyEnds:
         """Whether a process holds this rank's mutex, so that its end can be waited for."""
         if _SYS_FUTEX is None or local_rank >= _NUM_MUTEXES:
             return False
-        value = self._word(local_rank).value
-        return bool(value & _WAITERS and value & _OWNER and not value & _OWNER_DIED)
+        return _is_held(self._word(local_rank).value)
 
     def wait(self, local_rank: int) -> None:
         """Wait until the process that holds this rank's mutex begins to end, or executes another program."""
-        while self.is_held(local_rank):
-            # Not by pthread_mutex_lock: it may abort this process if the rank has written over the mutex.
-            word = ctypes.c_uint32(self._word(local_rank).value)
-            self._libc.syscall(_SYS_FUTEX, self._address(local_rank), _FUTEX_WAIT, word, None, None, 0)
+        # Not by pthread_mutex_lock: it may abort this process if the rank has written over the mutex. The value is read
+        # once: for what it is when its owner has ended nobody is woken any more.
+        while _is_held(value := self._word(local_rank).value):
+            expected = ctypes.c_uint32(value)
+            self._libc.syscall(_SYS_FUTEX, self._address(local_rank), _FUTEX_WAIT, expected, None, None, 0)
 
     def _address(self, local_rank: int) -> ctypes.c_void_p:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -67,3 +67,7 @@ class EarlyEnds:
     def _word(self, local_rank: int) -> ctypes.c_uint32:
         """The mutex's first word: its owner's thread, and the two flags."""
         return ctypes.c_uint32.from_buffer(self._memory, local_rank * _MUTEX_BYTES)
+
+
+def _is_held(value: int) -> bool:
+    return bool(value & _WAITERS and value & _OWNER and not value & _OWNER_DIED)

@@ -235,12 +235,11 @@ class _Server:
 
     def _clear(self, stay: Collection[int], *, waits: bool) -> dict[int, tuple[str, str]]:
         """End all workers but those that stay; those that SIGKILL does not end."""
-        last, self._ending = self._ending, set()
-        found = children.reap(last)
+        self._ending = set()  # those of the last attempt are waited for, like all that it has left
         staying = {key: pid for key, pid in self._pids.items() if key in stay}
         pids = {key: pid for key, pid in self._pids.items() if key not in staying}
         ending = None if waits else self._ending
-        found |= children.clear_up(pids, but=self._stuck | found.keys(), stay=staying.values(), ending=ending)
+        found = children.clear_up(pids, but=self._stuck, stay=staying.values(), ending=ending)
         self._pids = staying
         self._stuck |= found.keys()
         return found
