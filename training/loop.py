@@ -15,6 +15,7 @@ import torch
 from nodekit.training import starting_point
 from nodekit.training.data.evaluate import Evaluation, to_device
 from nodekit.training.data.loading import load_training_data, loading, num_in
+from nodekit.training.engine_info import ENGINES
 from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
@@ -44,6 +45,9 @@ from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
+
+_NOT_SENT = "_ddp_params_and_buffers_to_ignore"
+"""DistributedDataParallel's name for a module's list of parameters and buffers that are not sent to other ranks."""
 
 
 class Loop:
@@ -125,10 +129,10 @@ class Loop:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         if self.world.aborts_nccl:
-            # DDP sends the buffers in each forward pass. If that is cut off, it leaves garbage, and an index of garbage
-            # ends CUDA in this process. Seeds and snapshots have made these equal.
+            # If that is cut off, it leaves garbage, and an index of garbage ends CUDA in this process. Seeds and
+            # snapshots have made these equal.
             whole = [name for name, each in self.module.named_buffers() if not each.is_floating_point()]
-            self.module._ddp_params_and_buffers_to_ignore = whole  # type: ignore[assignment]
+            setattr(self.module, _NOT_SENT, whole)
         return optimizer
 
     def _make_engine(self, found: Loaded | None, optimizer: torch.optim.Optimizer) -> None:
@@ -145,6 +149,16 @@ class Loop:
             cast(ShardedEngine, self.engine).load_shards(found)
         if self.options.compile:
             self.module.compile()  # in place, which keeps the names in its state dict
+        self._sent_buffers: list[torch.Tensor] = []
+        if (
+            ENGINES[self.options.engine].reforms
+            and self.world.world_size > 1
+            and not self.options.local_steps
+        ):
+            kept_apart = getattr(self.module, _NOT_SENT, ())
+            self._sent_buffers = [
+                each for name, each in self.module.named_buffers() if name not in kept_apart
+            ]
         self.local_sgd: LocalSgd | None = None
         if self.options.local_steps:
             self.local_sgd = LocalSgd(self.options, self.world, self.module, step=self.step)
@@ -333,6 +347,8 @@ class Loop:
             with self.waits.for_others():
                 self._sums.settle()
                 self.engine.average()
+                # Before the update: a rank that has made it goes on with these, if rank 0 is lost.
+                broadcast_from_first(self._sent_buffers, self.world.device)
                 if not self.last_whole_step.is_known_late:
                     self.world.settle()
             self.last_whole_step.update_begins()

@@ -52,9 +52,14 @@ class Engine(single.Engine):
 
 
 def set_up(model: torch.nn.Module, compress: str) -> None:
-    """Lay out a DistributedDataParallel's buckets and set its ``--compress``; any other module sends no gradients."""
+    """Lay out a DistributedDataParallel's buckets and set its ``--compress``; any other module sends no gradients.
+
+    From here on it sends no buffers: the loop does, before an update. DDP does so in the next forward pass, and if rank
+    0 is lost between the two, nobody else has its buffers (the means of BatchNorm) of a step that all have made.
+    """
     if not isinstance(model, DistributedDataParallel):
         return
+    model.broadcast_buffers = False
     lay_out_buckets(model)
     if compress == "off":
         return
@@ -126,7 +131,7 @@ class _Zeros(torch.nn.Module):
             for each in model.modules()
             if isinstance(each, torch.nn.Embedding | torch.nn.EmbeddingBag) and each.sparse
         }
-        # DDP sends its module's buffers before each forward pass.
+        # DDP sends its module's buffers before each forward pass, unless it is set up by `set_up`.
         self.named_buffers = model.named_buffers  # type: ignore[method-assign]
 
     def forward(self, _: torch.Tensor) -> Any:

@@ -7,26 +7,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from nodekit.training.process.devices import sum_dtype
 
 _SMALL_BYTES, _LENGTH_BYTES = 1024, 8
 _FIRST_BYTES = 1 << 16
+_BUCKET_BYTES = 25 << 20
 
 
 def broadcast_from_first(tensors: Iterable[Any], device: torch.device) -> None:
-    """Give all ranks rank 0's values, in place, one tensor at a time; they may be on the CPU, or not contiguous.
+    """Give all ranks rank 0's values, in place, small tensors together; they may be on the CPU, or not contiguous.
 
     Of a state dict's values, a module's extra state is left as it is: it need not be a tensor.
     """
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        own = tensor.detach()
-        sent = own.to(device).contiguous()  # NCCL takes no other
+    own = [each.detach() for each in tensors if isinstance(each, torch.Tensor)]
+    for some in _take_tensors(own, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # each of one type
+        sent = _flatten_dense_tensors([each.to(device) for each in some])  # type: ignore[no-untyped-call]
         dist.broadcast(sent, src=0)
-        if sent.data_ptr() != own.data_ptr():
-            own.copy_(sent)
+        for each, value in zip(some, _unflatten_dense_tensors(sent, some), strict=True):  # type: ignore[no-untyped-call]
+            each.copy_(value)
 
 
 def gather_objects(value: Any, gather: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[Any]:

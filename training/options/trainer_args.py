@@ -12,7 +12,7 @@ OPTION = "--training-args"
 TAKEN = (
     *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
     *("activation_checkpointing", "activation_checkpointing_kwargs"),
-    *("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+    *("ddp_bucket_cap_mb", "ddp_static_graph"),
     *("tf32", "disable_tqdm", "log_level", "log_level_replica", "log_on_each_node", "debug"),
 )
 """What the Trainer does by itself in kit's runs."""
@@ -51,6 +51,7 @@ DECIDED = {
     "accelerator_config split_batches dispatch_batches per_device_eval_batch_size per_gpu_eval_batch_size "
     "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
     "include_for_metrics include_inputs_for_metrics batch_eval_metrics jit_mode_eval",
+    "kit, which gives all ranks the buffers of rank 0 in each step": "ddp_broadcast_buffers",
     "kit, which reports each step": "logging_strategy logging_steps logging_first_step logging_nan_inf_filter "
     "include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics",
     "whoever starts the ranks": "local_rank use_cpu no_cuda use_mps_device ray_scope",

@@ -9,6 +9,7 @@ import torch
 
 from nodekit.training.group import nccl
 from nodekit.training.group.agent_messages import stop_to_pause
+from nodekit.training.group.collectives import broadcast_from_first
 from nodekit.training.group.connections import is_lost_rank
 from nodekit.training.process.kept import AttemptOver, Kept
 from nodekit.training.process.stages import KEEPING, PAUSING
@@ -134,11 +135,12 @@ class EmergencySave:
             optimizer: updates the state.
             others: likewise.
             module: whose buffers (batch norm's means) are to be saved as the update has left them, and not as the next
-                forward pass has.
+                forward pass has. All ranks get rank 0's as an update begins, so all ranks have to make it.
         """
         world.settle()  # DistributedDataParallel may have sent rank 0's weights just now
         self._snapshots, self._world, self._state, self._step = snapshots, world, state, step
-        self._last = LastWholeStep(torch.nn.Module() if module is None else module)
+        module = torch.nn.Module() if module is None else module
+        self._last, self._buffers = LastWholeStep(module), [*module.buffers()]
         self._is_closed = False
         self._listens = self._is_asked_to_pause = False
         self._num_uncounted = self._num_put_off = 0
@@ -200,6 +202,10 @@ class EmergencySave:
             return None
 
     def _update_begins(self, *_: object) -> None:
+        if self._world.world_size > 1:
+            # A rank that has made the update goes on with these, if rank 0 is lost before it sends its own by the next
+            # forward pass.
+            broadcast_from_first(self._buffers, self._world.device)
         self._world.settle()  # the gradients are whole
         self._last.update_begins()
 

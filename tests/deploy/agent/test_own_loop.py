@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,9 +56,15 @@ class OwnLoop(Run):
     """Some nodes that run the loop of the page, with a snapshot of the last step alone, and these files."""
 
     def __init__(
-        self, agents: Agents, *files: str, job: str = JOB, num_nodes: int = 3, **changes: Any
+        self,
+        agents: Agents,
+        *files: str,
+        job: str = JOB,
+        script: str = SCRIPT,
+        num_nodes: int = 3,
+        **changes: Any,
     ) -> None:
-        (agents.folder / "code/train.py").write_text(SCRIPT)
+        (agents.folder / "code/train.py").write_text(script)
         for name in files:
             (agents.folder / "code" / name).touch()
         self.begin(agents, job, num_nodes=num_nodes, **changes)
@@ -111,6 +118,28 @@ def test_the_others_stay_and_no_step_is_lost(agents: Agents, unbroken: dict[str,
         assert ([each["pid"] for each in second["workers"]] == before[name]) == stay
     ((step, source),) = run.goes_on()
     assert step >= 20
+    assert "in memory" in source
+
+
+WITH_BATCH_NORM = SCRIPT.replace(
+    "torch.nn.ReLU()", "torch.nn.BatchNorm1d(64, momentum=0.01), torch.nn.ReLU()"
+).replace("step, optimizer)", "step, optimizer, module=net)")
+
+
+@again_if_left_waiting
+def test_the_means_of_batch_norm_are_those_of_the_lost_rank_0(agents: Agents, tmp_path: Path) -> None:
+    """Only rank 0's are of the batches that it has seen; the others have them before a step is theirs."""
+    apart = Agents(tmp_path / "apart")
+    try:
+        wanted = OwnLoop(apart, script=WITH_BATCH_NORM).ended()
+    finally:
+        apart.close()
+    run = OwnLoop(agents, script=WITH_BATCH_NORM)
+    run.wait_step(20)
+    os.kill(run.pids()["n0"][0], signal.SIGKILL)
+    assert "1.running_mean" in wanted["model"]
+    assert equal(run.ended(), wanted)
+    ((_, source),) = run.goes_on()
     assert "in memory" in source
 
 

@@ -219,6 +219,30 @@ def test_the_others_stay_and_no_step_is_lost(
     assert run.result("n0")["resumed_at_step"] >= 20
 
 
+WITH_BATCH_NORM = """
+class Task(Task):
+    def model(self):
+        return torch.nn.Sequential(torch.nn.BatchNorm2d(1), super().model())
+"""
+
+
+@again_if_left_waiting
+def test_the_means_of_batch_norm_are_those_of_the_lost_rank_0(agents: Agents, tmp_path: Path) -> None:
+    """Only rank 0's are of the batches that it has seen; the others have them before a step is theirs."""
+    apart = Agents(tmp_path / "apart")
+    try:
+        unbroken = Run(apart, job=JOB + WITH_BATCH_NORM)
+        wanted = unbroken.end(), unbroken.result("n0")["weights_sha256"]
+    finally:
+        apart.close()
+    run = Run(agents, job=JOB + WITH_BATCH_NORM)
+    run.wait_step(20)
+    os.kill(run.pids()["n0"][0], signal.SIGKILL)
+    assert (run.end(), run.result("n0")["weights_sha256"]) == wanted
+    assert run.result("n0")["resumed_from"].startswith("what rank")
+    assert run.events("n0", "workers-started")[1]["stayed"] == []
+
+
 HANGS = """
 class Task(Task):
     def loss(self, model, batch):
