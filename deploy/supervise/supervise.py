@@ -103,8 +103,11 @@ class Supervisor:
         self._lock = lock
         self._acts = lock.acquire()
         if self._acts:  # the one before may have decided more since this record was read
-            with contextlib.suppress(KitError):
+            try:
                 client.run.reload()
+            except KitError:  # then it only watches, until `_take_over` can read it
+                lock.release()
+                self._acts = False
         self._state = State.from_dict(client.run.judgement, rules)
         self._rules = rules
         self._reopen = reopen

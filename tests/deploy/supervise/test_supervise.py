@@ -181,6 +181,13 @@ class Said(View):
         super().say(text, is_event=is_event)
 
 
+def begin(nodes: Nodes) -> None:
+    """Put the first generation on record."""
+    begun = policy.begin(Rules.of(nodes.inventory), generation=0, host="a", port=4711, nodes=("a", "b"))
+    with nodes.run.changing():
+        nodes.run.judgement = begun.to_dict()
+
+
 @contextlib.contextmanager
 def supervising(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, decide: Decide
@@ -196,9 +203,7 @@ def supervising(
 
     rules = Rules.of(nodes.inventory)
     if not nodes.run.judgement:
-        with nodes.run.changing():
-            begun = policy.begin(rules, generation=0, host="a", port=4711, nodes=("a", "b"))
-            nodes.run.judgement = begun.to_dict()
+        begin(nodes)
     monkeypatch.setattr(policy, "decide", decided)
     view = Said()
     lock = SupervisorLock(nodes.run)
@@ -812,21 +817,31 @@ def test_a_record_that_is_damaged_while_its_run_is_supervised_is_written_anew(
     assert len(path.with_name("run.json.damaged").read_bytes()) == 100
 
 
+@pytest.mark.parametrize("is_first", [True, False])
 def test_a_record_that_cannot_be_read_is_told_once_and_who_cannot_read_it_does_not_take_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
+    """Nor does the first one act by what it has read before: the one before may have decided more."""
     monkeypatch.setattr(supervise, "RETRY_S", 0.05)
     monkeypatch.setattr(files, "PATIENCE_S", 0.0)
     nodes = Nodes(tmp_path, monkeypatch)
     path = nodes.run.folder / "run.json"
     good = path.with_name("good")
     other = SupervisorLock(nodes.run)
-    assert other.acquire()
+
+    def spoil() -> None:
+        path.rename(good)
+        path.symlink_to("run.json")
+
+    if is_first:
+        begin(nodes)
+        spoil()
+    else:
+        assert other.acquire()
 
     def decide(state: State, number: int) -> tuple[State, list[Action]]:
-        if number == 3:
-            path.rename(good)
-            path.symlink_to("run.json")
+        if number == 3 and not is_first:
+            spoil()
             other.release()
         if number == 10:
             good.replace(path)
