@@ -67,9 +67,8 @@ class Workers:
 
     def __init__(self, server: ForkServer | None) -> None:
         self._server = server
-        self._max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[
-            0
-        ]  # of a worker, whatever ours is by then
+        # Of a worker, whatever ours is by then.
+        self._max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._pids: dict[int, int] = {}
         self._served = False
         self._ended: dict[int, int] = {}
@@ -145,10 +144,17 @@ class Workers:
             self._forget(pid)
         for pid in there - self._handles.keys():
             try:
-                self._handles[pid] = os.pidfd_open(pid)
-                self._ends.register(self._handles[pid], select.EPOLLIN)
+                handle = os.pidfd_open(pid)
             except OSError:  # it is gone, or the kernel is older than 5.3
                 timeout_s, is_sure = min(timeout_s, _POLL_S), False
+                continue
+            try:
+                self._ends.register(handle, select.EPOLLIN)
+            except OSError:  # this user watches as many files as the kernel allows
+                os.close(handle)
+                timeout_s, is_sure = min(timeout_s, _POLL_S), False
+            else:
+                self._handles[pid] = handle
         found = self._ends.poll(timeout_s)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)

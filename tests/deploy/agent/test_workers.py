@@ -29,7 +29,7 @@ from nodekit.deploy.agent.ranks.early_ends import EarlyEnds
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
 from nodekit.deploy.agent.ranks.rehearsal import rehearse
 from nodekit.deploy.agent.ranks.target import unforkable
-from nodekit.deploy.agent.ranks.workers import Workers
+from nodekit.deploy.agent.ranks.workers import _POLL_S, Workers
 from nodekit.deploy.host import processes
 
 GRACE_S = 60.0
@@ -724,6 +724,25 @@ def test_on_a_kernel_that_does_not_tell_of_an_end_a_wait_is_short_and_has_one_lo
     start = time.monotonic()
     assert workers.wait(60.0)
     assert time.monotonic() - start < 60
+
+
+def test_where_no_more_may_be_watched_a_wait_is_short_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel counts what a user watches, in all processes (fs.epoll.max_user_watches)."""
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    workers, opened = Workers(None), Path("/proc/self/fd")
+    workers._pids = {0: os.getpid()}
+    before = len(list(opened.iterdir()))
+    own, workers._ends = (
+        workers._ends,
+        Mock(register=Mock(side_effect=OSError(errno.ENOSPC, "No space left"))),
+    )
+    assert workers.wait(60.0)
+    workers._ends.poll.assert_called_once_with(_POLL_S)
+    assert len(list(opened.iterdir())) == before
+    workers._pids, workers._ends = {}, own
+    assert not workers.wait(0.0)
 
 
 def test_a_worker_that_hears_sigterm_may_take_its_time(light: Driver) -> None:
