@@ -21,7 +21,7 @@ from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.interrupts import sigterm_interrupts
 from nodekit.deploy.output.phases import Phases
 from nodekit.deploy.output.wording import count
-from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.command import TRAINING_MODULE, argv_of, filled, training_options
 from nodekit.deploy.records import find_runs, locks, runs, secret_files
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.node_client import secrets_of
@@ -123,7 +123,7 @@ def up(inventory: Inventory, options: Options) -> int:
 
 
 def _command(inventory: Inventory, options: Options, variant: Variant) -> list[str]:
-    return [*(options.command or inventory.job.command or plan.TRAINING_MODULE), *variant.args]
+    return [*(options.command or inventory.job.command or TRAINING_MODULE), *variant.args]
 
 
 def _refuse_shared_output(inventory: Inventory, options: Options, wanted: Sequence[Variant]) -> None:
@@ -135,9 +135,9 @@ def _refuse_shared_output(inventory: Inventory, options: Options, wanted: Sequen
     outputs = set()
     for each in wanted:
         own = f"run-{each.index}"
-        argv = plan.argv_of(inventory, _command(inventory, options, each))
-        argv = plan.filled(argv, snapshot_dir=own, run_id=own, node="")
-        asked = plan.training_options(argv, {**inventory.job.env, **each.env})
+        argv = argv_of(inventory, _command(inventory, options, each))
+        argv = filled(argv, snapshot_dir=own, run_id=own, node="")
+        asked = training_options(argv, {**inventory.job.env, **each.env})
         if asked is None or asked.output is None:
             return
         if asked.output in outputs:

@@ -13,7 +13,7 @@ from pathlib import Path
 from nodekit.deploy.bench.forecast import Job
 from nodekit.deploy.bench.netbench import Progress
 from nodekit.deploy.connect.channel import HostChannel, all_or_raise, open_local
-from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.command import argv_of, training_options
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.supervise import node_client
 from nodekit.deploy.sync import sync
@@ -102,8 +102,8 @@ def here(inventory: Inventory, progress: Progress) -> Job:
 
 
 def _asked(inventory: Inventory, num_ranks: int, per_node: int) -> _Asked:
-    argv = plan.argv_of(inventory, None)
-    options = plan.training_options(argv, {"WORLD_SIZE": str(num_ranks)})
+    argv = argv_of(inventory, None)
+    options = training_options(argv, {"WORLD_SIZE": str(num_ranks)})
     if options is None:
         raise KitError(
             f"--plan job: the job runs {' '.join(argv)}, and only that knows its model",

@@ -18,7 +18,7 @@ from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, on_all
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host.files import make_private, write_private
-from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.command import weights_folders
 from nodekit.deploy.records import locks, record_files, runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
@@ -119,7 +119,7 @@ class Mirror:
         nodes = self.plans = self._nodes()
         if LOGIN in self.channels and LOGIN not in nodes:  # it has answered; a node may have that name
             self.problems.pop(LOGIN, None)
-        self.places = {name: plan.weights_folders(node, "")[0].rstrip("/") for name, node in nodes.items()}
+        self.places = {name: weights_folders(node, "")[0].rstrip("/") for name, node in nodes.items()}
         reached = [name for name in nodes if name in self.channels]
         listed = on_all(
             {name: name for name in reached},

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nodekit.deploy.connect.cluster import login_argv
-from nodekit.deploy.plan.plan import PYTHON, NodePlan, Plan
+from nodekit.deploy.plan.command import PYTHON
+from nodekit.deploy.plan.plan import NodePlan, Plan
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Host, Inventory
 

@@ -10,7 +10,7 @@ from typing import Any
 from nodekit.deploy.connect.channel import HostChannel, on_all
 from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.output.wording import size_text
-from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.command import training_options, weights_folders
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError
 
@@ -32,14 +32,14 @@ def left_behind(run: Run, channels: Mapping[str, HostChannel], without: Collecti
 
 
 def _look(node: Mapping[str, Any], channel: HostChannel) -> Mapping[str, Any]:
-    is_ours = plan.training_options(node["argv"], node["env"]) is not None
+    is_ours = training_options(node["argv"], node["env"]) is not None
     told: Mapping[str, Any] = channel.call(
         "artifacts.list_artifacts",
         timeout_s=LOOK_TIMEOUT_S,
         node_dir=node["node_dir"],
         code_dir=node["code_dir"],
         snapshots=node["env"]["NODEKIT_SNAPSHOT_DIR"],
-        weights=plan.weights_folders(node, "best") if is_ours else [],
+        weights=weights_folders(node, "best") if is_ours else [],
     )
     return told
 

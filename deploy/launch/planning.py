@@ -10,6 +10,7 @@ from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel
 from nodekit.deploy.launch import broken_hosts
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.plan import check, plan, script
+from nodekit.deploy.plan.command import argv_of
 from nodekit.deploy.plan.findings import Finding
 from nodekit.deploy.plan.plan import Plan
 from nodekit.deploy.plan.script import Script
@@ -44,7 +45,7 @@ def gather_facts(
     inventory = inventory.model_copy(
         update={"hosts": tuple(host for host in inventory.hosts if host.name in channels)}
     )
-    files = script.hosts_own(plan.argv_of(inventory, options.command))
+    files = script.hosts_own(argv_of(inventory, options.command))
     if options.skip_check:
         facts = check.gather(channels, inventory, peers=peers, files=files)
         findings = check.needed(inventory, facts)

@@ -20,6 +20,7 @@ from nodekit.deploy.output.interrupts import Interrupts, NothingLeft
 from nodekit.deploy.output.phases import Phases
 from nodekit.deploy.output.wording import count, names, size_text
 from nodekit.deploy.plan import check, plan, script
+from nodekit.deploy.plan.command import argv_of, argv_on, refuse_options
 from nodekit.deploy.plan.plan import Plan
 from nodekit.deploy.records import events, runs, secret_files
 from nodekit.deploy.records.runs import Run
@@ -180,7 +181,7 @@ class _Starting:
             )
             planned = planning.hold_port(channels, planned)
             first = planned.nodes[0]
-            plan.refuse_options(
+            refuse_options(
                 first.argv,
                 Path(inventory.job.code).expanduser(),
                 world_size=planned.world_size,
@@ -201,7 +202,7 @@ class _Starting:
             generation=run.generation,
             nodes=[node.name for node in planned.active],
             # As it was written: each node's own differs.
-            command=list(plan.argv_of(self._inventory, self._options.command)),
+            command=list(argv_of(self._inventory, self._options.command)),
             goes_on=self._goes_on,
         )
         for name, found in facts.items():  # for the report: it may be asked for when the hosts are long gone
@@ -289,7 +290,7 @@ class _Reading:
 
         def read(_: None) -> tuple[sync.Tree, LeftOut]:
             tree = list_code(inventory, options.command)
-            return tree, leftout.find(tree, plan.argv_of(inventory, options.command))
+            return tree, leftout.find(tree, argv_of(inventory, options.command))
 
         self._thread = threading.Thread(
             target=lambda: self._found.update(on_all({"code": None}, read)), daemon=True
@@ -343,7 +344,7 @@ def _record(
         run.state, run.started, run.ended = "starting", time.time() if resumed else run.created, None
         run.verdict, run.cause = "", {}
         run.nodes = {node.name: dataclasses.asdict(node) for node in planned.nodes}
-        run.argv = list(plan.argv_on(inventory, options.command, facts))
+        run.argv = list(argv_on(inventory, options.command, facts))
         if saved:
             newest = max(saved, key=lambda each: (each.get("generation", 0), each.get("step", 0)))
             words = f"step {newest.get('step')} of generation {newest.get('generation')} was committed on {newest.node}"

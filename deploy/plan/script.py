@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nodekit.deploy.host import programs
-from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.command import PYTHON, TRAINING_MODULE, argv_of
 from nodekit.deploy.sync import selection
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Inventory
@@ -58,7 +58,7 @@ def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
     Raises:
         KitError: it, or another file that the command needs, would not be on the hosts.
     """
-    argv = plan.argv_of(inventory, command)
+    argv = argv_of(inventory, command)
     code = Path(inventory.job.code).expanduser()
     with _told(code, "set job.code to the folder of your code, one that you may read"):
         os.scandir(code).close()
@@ -66,7 +66,7 @@ def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
         if not Path(name).is_absolute():
             _refuse_absent(code, name, argv)
     # A leading dash is -m or an option of the interpreter.
-    if argv[:2] != (plan.PYTHON, "-u") or len(argv) < 3 or argv[2].startswith("-"):
+    if argv[:2] != (PYTHON, "-u") or len(argv) < 3 or argv[2].startswith("-"):
         return None
     path = code / argv[2]
     if Path(argv[2]).is_absolute():
@@ -79,7 +79,7 @@ def hosts_own(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the files that a command needs and only the hosts have: absolute paths, programs on the PATH.
 
     Args:
-        argv: what a rank runs (`plan.argv_of`).
+        argv: what a rank runs (`argv_of`).
     """
     programs, files = _needed(argv)
     return (*programs, *(each for each in files if Path(each).is_absolute()))
@@ -89,7 +89,7 @@ def _needed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the programs on the PATH, and the files, that a command needs to start, as far as known."""
     program, *words = argv
     found: tuple[list[str], list[str]] = ([], [program]) if "/" in program else ([program], [])
-    if program == plan.PYTHON:
+    if program == PYTHON:
         found = [], []  # the node's own
     name = Path(program).name
     script = None
@@ -172,12 +172,12 @@ def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
         KitError: it does not exist.
     """
     code = Path(inventory.job.code).expanduser()
-    argv = plan.argv_of(inventory, command)
+    argv = argv_of(inventory, command)
     roots = [code]
     if (path := find(inventory, command)) is not None:
         roots = [path.parent, code]
-    elif argv[:3] != (plan.PYTHON, "-u", "-m") or argv[2:4] == plan.TRAINING_MODULE or len(argv) < 4:
-        return Script()  # what the training module needs besides torch, `plan.refuse_options` knows
+    elif argv[:3] != (PYTHON, "-u", "-m") or argv[2:4] == TRAINING_MODULE or len(argv) < 4:
+        return Script()  # what the training module needs besides torch, `refuse_options` knows
     else:
         module = argv[3]
         path = _file_of([code], module.split("."))

@@ -12,6 +12,7 @@ from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import HostChannel, all_or_raise, on_all
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.plan import check, plan, script
+from nodekit.deploy.plan.command import argv_of, refuse_options
 from nodekit.deploy.plan.findings import Finding, failures
 from nodekit.deploy.plan.script import Script
 from nodekit.deploy.preflight import gpus, leftovers, software
@@ -204,7 +205,7 @@ def _plan(
         planned = plan.build(
             inventory, facts, run_id="check", peers=peers, master_port=0, kit_digest="", command=command
         )
-        plan.refuse_options(
+        refuse_options(
             planned.nodes[0].argv,
             Path(inventory.job.code).expanduser(),
             world_size=planned.world_size,
@@ -218,7 +219,7 @@ def _plan(
 
 def _files(inventory: Inventory, command: Sequence[str] | None) -> tuple[str, ...]:
     try:
-        return script.hosts_own(plan.argv_of(inventory, command))
+        return script.hosts_own(argv_of(inventory, command))
     except KitError:
         return ()  # another launcher, which `_here` reports
 

@@ -16,7 +16,7 @@ from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, on_all, open_local
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.output import terminal
-from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.command import weights_folders
 from nodekit.deploy.records import find_runs, runs
 from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError, KitError
@@ -270,7 +270,7 @@ def _nodes(run: Run, options: Options) -> Iterator[tuple[Mapping[str, Any], Mapp
 def _find(run: Run, nodes: Mapping[str, Any], channels: Mapping[str, HostChannel], weights: str) -> Place:
     """The newest of a run's weights: a node that was lost may have older ones."""
     there = [name for name in nodes if name in channels]
-    places = {name: plan.weights_folders(nodes[name], weights) for name in there}
+    places = {name: weights_folders(nodes[name], weights) for name in there}
 
     def look(name: str) -> list[Place]:
         found = []

@@ -22,6 +22,7 @@ from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.output.interrupts import Interrupts
 from nodekit.deploy.output.wording import count, size_text
 from nodekit.deploy.plan import script
+from nodekit.deploy.plan.command import argv_of
 from nodekit.deploy.records import events, fetchlogs, find_runs, locks, runs, secret_files
 from nodekit.deploy.records.events import Event, Gatherer
 from nodekit.deploy.records.locks import SupervisorLock
@@ -403,7 +404,6 @@ def _gather_unwatched(client: NodeClient) -> None:
 def _dry_run(inventory: Inventory, options: Options) -> int:
     """Print exactly what would run, and run nothing."""
     from nodekit.deploy.launch import planning
-    from nodekit.deploy.plan import plan
     from nodekit.deploy.story import leftout
 
     secrets_of(inventory)
@@ -414,7 +414,7 @@ def _dry_run(inventory: Inventory, options: Options) -> int:
     if options.json:
         print(planned.to_json())
         return 0
-    left_out = leftout.find(tree, plan.argv_of(inventory, options.command))
+    left_out = leftout.find(tree, argv_of(inventory, options.command))
     sent = f"{count(tree.num_files, 'file')}, {size_text(tree.size_bytes)}, from {inventory.job.code}"
     lines = [f"  {each}" for each in (sent, *left_out.said())]
     print(planned.to_text(), "", "code sent to each host", *lines, sep="\n")

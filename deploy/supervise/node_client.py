@@ -16,6 +16,7 @@ from nodekit.deploy.host.files import make_private
 from nodekit.deploy.host.node import agents
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.plan import check, plan, script
+from nodekit.deploy.plan.command import filled
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer, of_node
 from nodekit.deploy.records.runs import Run
@@ -277,7 +278,7 @@ class NodeClient:
             others={other: each["gpus"] for other, each in self.run.nodes.items()},
         ).nodes
         folder = node.env["NODEKIT_SNAPSHOT_DIR"]
-        argv = plan.filled(self._argv(), snapshot_dir=folder, run_id=self.run.run_id, node=name)
+        argv = filled(self._argv(), snapshot_dir=folder, run_id=self.run.run_id, node=name)
         return dataclasses.replace(node, argv=argv)
 
     def _argv(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ MAX_FILES = 500
 
 def problems(command: Sequence[str], folder: Path) -> list[str]:
     """What is wrong with a command that starts in `folder`, for people, with file and line; sets `sys.path`."""
-    is_python = list(command[:2]) == ["python", "-u"]  # as `plan.argv_of` has it
+    is_python = list(command[:2]) == ["python", "-u"]  # as `argv_of` has it
     command = list(itertools.dropwhile(lambda word: word in ("python", "-u"), command)) or ["python"]
     first, is_module = command[0], command[0] == "-m" and len(command) > 1
     if not is_module and not first.endswith(".py") and (not is_python or first.startswith("-")):

@@ -22,7 +22,8 @@ from nodekit.deploy.connect.channel import HostChannel, all_or_raise
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.output.phases import Phases
 from nodekit.deploy.output.wording import count
-from nodekit.deploy.plan import plan, script
+from nodekit.deploy.plan import script
+from nodekit.deploy.plan.command import argv_of, refuse_options
 from nodekit.deploy.records.secret_files import NOTIFY, RANKS
 from nodekit.deploy.story import leftout
 from nodekit.deploy.supervise.node_client import SYNC_TIMEOUT_S, list_code
@@ -86,8 +87,8 @@ def prepare(
     """
     settings = settings_of(inventory)
     warn = options.ssh.notice if options.quiet else phases.say
-    argv = plan.argv_of(inventory, options.command)
-    plan.refuse_options(
+    argv = argv_of(inventory, options.command)
+    refuse_options(
         argv,
         Path(inventory.job.code).expanduser(),
         world_size=settings.nodes.max * (inventory.job.nproc_per_node or settings.gpus_per_node or 1),
@@ -158,7 +159,7 @@ def _checked(
         files=script.hosts_own(argv),
     )
     _check_host(channel, found, inventory)
-    argv = plan.argv_of(inventory, options.command, found["files"])
+    argv = argv_of(inventory, options.command, found["files"])
     shared_dir, python = str(found["workdir"]), str(found["executable"])
     run_dir, kit_dir = f"{shared_dir}/runs/{run_id}", f"{shared_dir}/kit/{package.digest}"
     if "%" in run_dir or "\\" in run_dir:

@@ -16,7 +16,7 @@ from places import TESTS
 from test_engines import SAME, losses, train
 from test_plan import TWO, TWO_FACTS, build, inventory
 
-from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.command import refuse_options
 from nodekit.inventory.errors import KitError
 from nodekit.training.group.initmethod import InitMethod
 from nodekit.training.options.arguments import parse
@@ -349,6 +349,4 @@ def test_kit_refuses_it_before_anything_starts(tmp_path: Path) -> None:
     command = ["-m", "nodekit.training", "--launcher", "spawn"]
     planned = build(inventory(tmp_path, TWO), TWO_FACTS, command=command)
     with pytest.raises(KitError, match="kit or torchrun does: leave the option out"):
-        plan.refuse_options(
-            planned.nodes[0].argv, tmp_path, world_size=2, env=planned.nodes[0].env, modules={}
-        )
+        refuse_options(planned.nodes[0].argv, tmp_path, world_size=2, env=planned.nodes[0].env, modules={})

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from test_curves import evaluation, values
 
-from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.command import TRAINING_MODULE, refuse_options
 from nodekit.inventory.errors import KitError
 from nodekit.training.options.arguments import OptionsError, read
 from nodekit.training.reporting import track
@@ -232,6 +232,6 @@ def test_bad_settings_are_refused_before_anything_starts(tmp_path: Path) -> None
         read(["--track", "wandbb"], {})
     assert lacking("wandb", ["mlflow"]).startswith("--track wandb needs wandb: pip install wandb on every")
     assert lacking(None, []) == lacking("mlflow", ["mlflow"]) == ""
-    argv = ["python", "-u", *plan.TRAINING_MODULE, "--track", "mlflow"]
+    argv = ["python", "-u", *TRAINING_MODULE, "--track", "mlflow"]
     with pytest.raises(KitError, match="gpu2: --track mlflow needs mlflow"):
-        plan.refuse_options(argv, tmp_path, world_size=2, env={}, modules={"gpu1": ["mlflow"], "gpu2": []})
+        refuse_options(argv, tmp_path, world_size=2, env={}, modules={"gpu1": ["mlflow"], "gpu2": []})

@@ -25,7 +25,8 @@ from nodekit.deploy.export import export, export_compose, export_formats, export
 from nodekit.deploy.export.export_formats import File
 from nodekit.deploy.export.export_script import Source
 from nodekit.deploy.plan.check import Facts, Interface
-from nodekit.deploy.plan.plan import Plan, argv_of, build
+from nodekit.deploy.plan.command import argv_of
+from nodekit.deploy.plan.plan import Plan, build
 from nodekit.inventory import ansible, importers
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory

@@ -12,7 +12,8 @@ from test_plan import TWO_FACTS, build, facts, inventory
 
 from nodekit.deploy.host import programs
 from nodekit.deploy.host.probes import hostfacts
-from nodekit.deploy.plan import check, plan, script
+from nodekit.deploy.plan import check, script
+from nodekit.deploy.plan.command import argv_of
 from nodekit.inventory.errors import KitError
 
 ONE = "hosts: {gpu1: }\n"
@@ -43,8 +44,8 @@ def test_a_file_is_python_as_it_is_to_torchrun_whatever_its_name_and_first_line(
     assert programs.kind(name) == kind
     found = inventory(tmp_path, ONE)
     runs = ("python", "-u", name, "--lr") if kind == "python" else (f"./{name}", "--lr")
-    assert plan.argv_of(found, [name, "--lr"]) == runs
-    assert plan.argv_of(found, ["python", name, "--lr"]) == ("python", "-u", name, "--lr")
+    assert argv_of(found, [name, "--lr"]) == runs
+    assert argv_of(found, ["python", name, "--lr"]) == ("python", "-u", name, "--lr")
 
 
 def test_a_folder_is_python_where_it_has_a_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +55,7 @@ def test_a_folder_is_python_where_it_has_a_main(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KitError, match=r"job is a folder without a __main__\.py"):
         script.find(found, ["python", "job"])
     (tmp_path / "job/__main__.py").write_text("import torch")
-    assert plan.argv_of(found, ["job"]) == ("python", "-u", "job")
+    assert argv_of(found, ["job"]) == ("python", "-u", "job")
     assert script.read(found, ["job"]).imports == ("torch",)
 
 
@@ -143,7 +144,7 @@ def test_a_file_that_no_host_would_have_is_refused_and_what_only_the_hosts_know_
     found = inventory(tmp_path, ONE)
     if not refused:
         script.find(found, command)
-        assert script.hosts_own(plan.argv_of(found, command)) == asked
+        assert script.hosts_own(argv_of(found, command)) == asked
         return
     with pytest.raises(KitError) as error:
         script.find(found, command)

@@ -23,6 +23,7 @@ from nodekit.deploy.plan.check import (
     examine,
     one_per_folder,
 )
+from nodekit.deploy.plan.command import argv_of, filled, refuse_options, training_options
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
@@ -151,14 +152,14 @@ WORDS = ("snapshot_dir", "run_id", "node")
     ],
 )
 def test_three_words_in_braces_are_replaced_in_a_command(written: str, arrives: str) -> None:
-    filled = plan.filled(("train.py", written), snapshot_dir="/s/gpu1", run_id="lab-1", node="gpu1")
-    assert filled == ("train.py", arrives)
+    argv = filled(("train.py", written), snapshot_dir="/s/gpu1", run_id="lab-1", node="gpu1")
+    assert argv == ("train.py", arrives)
 
 
 @given(st.lists(st.lists(st.sampled_from([*WORDS, *"{}$ \"'\\\n:é"])).map("".join) | st.text()))
 def test_an_argument_without_such_a_word_arrives_byte_for_byte(argv: list[str]) -> None:
     argv = [re.sub(rf"\{{(?=({'|'.join(WORDS)})\}})", "{{", each) for each in argv]
-    assert plan.filled(argv, snapshot_dir="/s", run_id="r", node="n") == tuple(argv)
+    assert filled(argv, snapshot_dir="/s", run_id="r", node="n") == tuple(argv)
 
 
 @pytest.mark.parametrize("is_given", [True, False], ids=["after --", "in the inventory"])
@@ -217,7 +218,7 @@ def test_another_launcher_is_refused_with_what_to_say_in_its_place(
     tmp_path: Path, command: str, name: str, instead: str
 ) -> None:
     with pytest.raises(KitError) as refused:
-        plan.argv_of(inventory(tmp_path, TWO), command.split())
+        argv_of(inventory(tmp_path, TWO), command.split())
     assert str(refused.value).startswith(f"the command begins with {name}; kit starts the ranks")
     assert str(refused.value).endswith(f"kit up … -- {instead}")
 
@@ -453,9 +454,9 @@ def test_healthy_hosts_have_no_problems_and_a_wrong_clock_is_warned_of(tmp_path:
 TRAIN = ("-m", "nodekit.training")
 
 
-def refuse_options(found: plan.Plan, code: Path, modules: dict[str, tuple[str, ...]] | None = None) -> None:
+def refuse(found: plan.Plan, code: Path, modules: dict[str, tuple[str, ...]] | None = None) -> None:
     first = found.nodes[0]
-    plan.refuse_options(first.argv, code, world_size=found.world_size, env=first.env, modules=modules or {})
+    refuse_options(first.argv, code, world_size=found.world_size, env=first.env, modules=modules or {})
 
 
 @pytest.mark.parametrize(
@@ -478,7 +479,7 @@ def test_what_the_training_module_would_refuse_is_refused_before_anything_starts
             (tmp_path / folder / "dev.tsv").write_text(dev, encoding="utf-8")
     found = build(inventory(tmp_path, TWO + "  nproc_per_node: 2\n"), TWO_FACTS, command=(*TRAIN, *arguments))
     with pytest.raises(KitError, match=message):
-        refuse_options(found, tmp_path)
+        refuse(found, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -496,19 +497,19 @@ def test_what_only_the_hosts_can_tell_is_left_to_them(tmp_path: Path, command: t
     (tmp_path / "bad").mkdir()
     command = tuple(each.format(tmp_path) for each in command)
     found = build(inventory(tmp_path, TWO + "  nproc_per_node: 2\n"), TWO_FACTS, command=command)
-    refuse_options(found, tmp_path)
+    refuse(found, tmp_path)
 
 
 def test_a_deepspeed_configuration_is_read_where_it_is_synced_from(tmp_path: Path) -> None:
     arguments = (*TRAIN, "--engine", "deepspeed", "--deepspeed-config", "ds.json")
     found = build(inventory(tmp_path, TWO), TWO_FACTS, command=arguments)
-    refuse_options(found, tmp_path)  # on the hosts, perhaps
+    refuse(found, tmp_path)  # on the hosts, perhaps
     (tmp_path / "ds.json").write_text('{"train_batch_size": 1, "fp16": {"enabled": true}}')
     with pytest.raises(KitError, match=r"ds\.json: fp16\.enabled is true; wanted false"):
-        refuse_options(found, tmp_path)
+        refuse(found, tmp_path)
     (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')
     with pytest.raises(KitError, match="--batch-size 1 is less than the 2 ranks"):
-        refuse_options(found, tmp_path)
+        refuse(found, tmp_path)
 
 
 def test_a_library_that_some_hosts_lack_is_named_with_them(tmp_path: Path) -> None:
@@ -517,8 +518,8 @@ def test_a_library_that_some_hosts_lack_is_named_with_them(tmp_path: Path) -> No
     with pytest.raises(
         KitError, match=r"a, c: --engine trainer needs transformers: pip install transformers"
     ):
-        refuse_options(found, tmp_path, modules)
-    refuse_options(found, tmp_path, {"b": ("accelerate", "transformers")})
+        refuse(found, tmp_path, modules)
+    refuse(found, tmp_path, {"b": ("accelerate", "transformers")})
 
 
 @pytest.mark.parametrize(
@@ -556,6 +557,6 @@ def test_commands_are_read_in_threads_at_once() -> None:
     """What has redirected stderr meanwhile gave it back closed."""
     before, command = sys.stderr, ("python", "-u", *TRAIN, "--epochs", "3")
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: plan.training_options(command, {}), range(100)))
+        found = list(pool.map(lambda _: training_options(command, {}), range(100)))
     assert all(each is not None and each.epochs == 3 for each in found)
     assert sys.stderr is before

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from nodekit.deploy.commands import cli
 from nodekit.deploy.connect.channel import ChannelLost, open_local
-from nodekit.deploy.plan import plan
+from nodekit.deploy.plan.command import weights_folders
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.results import apply as kit_apply
 from nodekit.inventory.errors import KitError
@@ -392,7 +392,7 @@ def test_a_file_is_a_text_on_each_line(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_where_weights_may_lie(argv: list[str], expected: list[str]) -> None:
     node = {"argv": argv, "env": {"NODEKIT_OUTPUT_DIR": "/n/output"}, "code_dir": "/c", "max_nodes": 2}
-    assert plan.weights_folders(node, "best") == expected
+    assert weights_folders(node, "best") == expected
 
 
 def test_columns_are_aligned_whatever_the_script_of_the_labels() -> None:

@@ -1,0 +1,165 @@
+"""The command of a rank: the user's, in the node's own interpreter; and the options of kit's training module in it."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from nodekit.deploy.host import programs
+from nodekit.deploy.plan.check import Facts
+from nodekit.inventory.errors import KitError
+from nodekit.inventory.schema import Inventory
+from nodekit.training.engine_info import lacking, refused_on_gpus
+from nodekit.training.options.arguments import OptionsError, read
+from nodekit.training.options.options import Options
+from nodekit.training.reporting import trackers
+from nodekit.training.tasks import TaskError
+from nodekit.training.tasks.rows import read_splits
+
+TRAINING_MODULE = ("-m", "nodekit.training")
+PYTHON = "python"  # argv[0] of a Python command: the node's own interpreter takes its place
+_LAUNCHERS = {
+    "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch",
+    "deepspeed", "horovodrun", "mpirun", "mpiexec", "srun",
+}  # fmt: skip
+
+
+# Not double braces, which are other tools' templates, nor `${node}`, which is for a shell or Hydra.
+_WORD = re.compile(r"(?<![{$])\{(snapshot_dir|run_id|node)\}(?!\})")
+
+
+def argv_of(
+    inventory: Inventory, command: Sequence[str] | None, kinds: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """Return the command of a rank: the command line's, the inventory's, or the training module.
+
+    ``python train.py`` is ``train.py``, and so with ``-m``: begun in the node's own interpreter, unbuffered. As under
+    torchrun, a script is Python whatever its name, its ``#!`` and its mode are; other programs are executed.
+
+    Args:
+        inventory: its `job.code` is where a script is looked at.
+        command: the user's, in place of the inventory's.
+        kinds: absolute path → its `programs.kind` on the hosts.
+
+    Raises:
+        KitError: it is another launcher.
+    """
+    argv = tuple(command or inventory.job.command or TRAINING_MODULE)
+    begin = 2 if argv[:2] == (PYTHON, "-u") else 1 if argv[0] == PYTHON else 0
+    target = argv[begin:] or argv  # the interpreter alone is like any other program
+    _refuse_launcher(target)
+    name = target[0]
+    is_script = begin > 0 and len(argv) > begin and not name.startswith("-")
+    if name == "-m" or name.endswith(".py") or is_script:
+        return (PYTHON, "-u", *target)
+    if begin or not name:
+        return argv
+    own = Path(inventory.job.code).expanduser() / name
+    kind = kinds.get(name, "") if Path(name).is_absolute() else programs.kind(str(own))
+    if kind == "python":
+        return (PYTHON, "-u", *target)
+    return (f"./{name}", *argv[1:]) if kind and "/" not in name else argv
+
+
+def argv_on(
+    inventory: Inventory, command: Sequence[str] | None, facts: Mapping[str, Facts]
+) -> tuple[str, ...]:
+    """Return `argv_of`, by what the hosts say of the files that the command runs."""
+    return argv_of(inventory, command, next((found.files for found in facts.values() if found.files), {}))
+
+
+def filled(argv: Sequence[str], *, snapshot_dir: str, run_id: str, node: str) -> tuple[str, ...]:
+    """Return a command with ``{snapshot_dir}``, ``{run_id}`` and ``{node}`` replaced.
+
+    All else stays byte for byte, other braces too: ``{{node}}``, ``${node}``, ``{"a": 1}``.
+    """
+    values = {"snapshot_dir": snapshot_dir, "run_id": run_id, "node": node}
+    return tuple(_WORD.sub(lambda found: values[found[1]], each) for each in argv)
+
+
+def _refuse_launcher(target: tuple[str, ...]) -> None:
+    """Refuse a launcher: each rank would silently train alone, in a world of its own."""
+    name = target[1] if target[0] == "-m" and len(target) > 1 else Path(target[0]).name
+    if name not in _LAUNCHERS:
+        return
+    script = next((number for number, word in enumerate(target) if word.endswith(".py")), None)
+    instead = shlex.join(target[script:]) if script is not None else "train.py …"
+    raise KitError(
+        f"the command begins with {name}; kit starts the ranks on all hosts in its place",
+        cure=f"give the script alone: kit up … -- {instead}",
+    )
+
+
+def refuse_options(
+    argv: Sequence[str],
+    code: Path,
+    *,
+    world_size: int,
+    env: Mapping[str, str],
+    modules: Mapping[str, Collection[str]],
+) -> None:
+    """Check the options of the training module, if the command runs it.
+
+    Args:
+        argv: what would run.
+        code: the folder that is synced: rows of text in it are looked at, too.
+        world_size: the number of ranks.
+        env: their environment.
+        modules: host → the installed ones of engine_info.LIBRARIES and trackers.TRACKERS.
+
+    Raises:
+        KitError: the module would refuse them.
+    """
+    asked = training_options(argv, {**env, "WORLD_SIZE": str(world_size)}, code)
+    if asked is None:
+        return
+    if int(env.get("NODEKIT_NUM_GPUS", "0")) and (problem := refused_on_gpus(asked.engine)):
+        raise KitError(problem)
+    problems = {
+        host: lacking(asked.engine, found) or trackers.lacking(asked.track, found)
+        for host, found in modules.items()
+    }
+    if without := [host for host, problem in problems.items() if problem]:
+        raise KitError(f"{', '.join(without)}: {problems[without[0]]}")
+    if asked.task != "text" or asked.data is None or Path(asked.data).is_absolute():
+        return  # a folder outside of the code is the hosts' own
+    if (code / asked.data).is_dir():
+        try:
+            read_splits(code / asked.data)
+        except TaskError as error:
+            raise KitError(str(error)) from error
+
+
+def training_options(argv: Sequence[str], env: Mapping[str, str], code: Path | None = None) -> Options | None:
+    """Return the training module's options in a command; None for another command, or for its --help.
+
+    With ``code``, the folder that is synced, the files in it that the options name are read too.
+
+    Raises:
+        KitError: the module would refuse them.
+    """
+    if tuple(argv[2:4]) != TRAINING_MODULE:
+        return None
+    arguments = argv[4:]
+    if {"-h", "--help"} & set(arguments):
+        return None
+    try:
+        return read(arguments, env, folder=code)
+    except OptionsError as error:
+        raise KitError(str(error)) from None
+
+
+def weights_folders(node: Mapping[str, Any], weights: str) -> list[str]:
+    """Where a node of a run may have its weights: pure, from its plan on record."""
+    asked = training_options(node["argv"], node["env"])
+    if asked is None or asked.output is None:
+        return [posixpath.join(node["env"]["NODEKIT_OUTPUT_DIR"], weights)]
+    output = posixpath.join(node["code_dir"], str(asked.output))
+    # Ranks may be given to nodes in another order than the inventory's, so it may be any of these.
+    own = [output, *(posixpath.join(output, f"node{rank}") for rank in range(1, node["max_nodes"]))]
+    return [posixpath.join(each, weights) for each in own]
