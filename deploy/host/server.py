@@ -59,7 +59,8 @@ def execute(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        universal_newlines=True,
+        encoding="utf-8",
+        errors="replace",
         env={name: value for name, value in full.items() if value is not None},
         start_new_session=True,
     )

@@ -168,6 +168,11 @@ def failing(real: Callable[..., Any], path: Path, number: int, times: int) -> Ca
     return call
 
 
+def test_what_a_program_prints_need_not_be_text(channel: HostChannel) -> None:
+    found = channel.call("execute", timeout_s=30, argv=["printf", "\\377 of 5"], limit_s=20)
+    assert found == {"status": 0, "out": "\ufffd of 5", "err": ""}
+
+
 def test_a_file_that_cannot_be_read_is_not_missing(channel: HostChannel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     read = functools.partial(channel.call, "read_file", timeout_s=15)
