@@ -186,6 +186,25 @@ def test_who_is_about_to_be_started_hears_what_it_is_told(agent: Messages) -> No
         assert not agent.is_unread(1), "what the one before it has not read"
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_who_is_told_is_not_the_process_before_it_which_has_not_ended_yet(
+    agent: Messages, is_kept: bool
+) -> None:
+    """A thread that waits in a read takes what comes, though its process has been killed."""
+    before = os.open(agent.path(0), os.O_RDWR | os.O_NONBLOCK)
+    (agent.keep if is_kept else agent.renew)(0)
+    assert agent.send(0, {"kind": "next", "env": {"RANK": "3"}, "log": "/x"}) == is_kept
+    with pytest.raises(BlockingIOError):
+        os.read(before, 1)
+    rank = AgentMessages(agent.path(0))
+    if not is_kept:
+        assert agent.send(0, {"kind": "next", "env": {"RANK": "3"}, "log": "/x"})
+    found = rank.next_attempt(SOON_S)
+    os.close(before)
+    assert found is not None
+    assert found.env == {"RANK": "3"}
+
+
 def test_a_rank_that_waits_is_heard_at_once(agent: Messages) -> None:
     assert agent.inbox is not None
     assert not agent.hears_of_a_loss()

@@ -219,6 +219,8 @@ class Attempts:
             if not self._messages.send(start.local_rank, {"kind": "next", "env": changes, "log": start.log}):
                 os.kill(self.workers.pids[start.local_rank], signal.SIGKILL)  # its end is seen like any other
         anew = [start for start in starts if start.local_rank not in waiting]
+        for start in anew:
+            self._messages.renew(start.local_rank)
         pids = self.workers.start([replace(start, env={**start.env, **_started_now()}) for start in anew])
         self._started = time.monotonic()
         self._ended: dict[int, float] = {}

@@ -46,13 +46,23 @@ class Messages:
             with contextlib.suppress(OSError):  # for writing too: else it would end with each rank
                 self.inbox = os.open(inbox, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
+    def renew(self, local_rank: int) -> None:
+        """Have another FIFO there: this rank is about to be started.
+
+        What it had may still be read by a thread of the process before it, which ends but has not ended yet.
+        """
+        path = self.path(local_rank)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            os.mkfifo(path, 0o600)
+
     def keep(self, local_rank: int) -> None:
-        """From now on keep what this rank is told until it reads it: it is about to be started."""
-        if local_rank not in self._kept:
-            with contextlib.suppress(OSError):
-                self._kept[local_rank] = os.open(
-                    self.path(local_rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
-                )
+        """As `renew`; from now on what this rank is told is kept until it reads it."""
+        self.renew(local_rank)
+        if (handle := self._kept.pop(local_rank, None)) is not None:
+            os.close(handle)
+        with contextlib.suppress(OSError):
+            self._kept[local_rank] = os.open(self.path(local_rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def keep_no_more(self) -> None:
         """Who has not begun to read is told nothing; nor is who comes after it."""
