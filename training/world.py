@@ -253,6 +253,7 @@ class World:
         and kit's agent end it elsewhere), and who waits here gets no error: see `settle`.
         """
         if self.backend == "gloo":
+            connections.let_arrive()
             connections.shut_down()
         elif self.aborts_nccl:
             nccl.leave()

@@ -1,9 +1,12 @@
 """What is done where gloo leaves a rank waiting for one that is lost."""
 
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import agents
 import pytest
 import torch
 
@@ -65,3 +68,65 @@ def test_a_rank_that_works_or_rests_in_its_own_code_is_not(monkeypatch: pytest.M
     others: torch.futures.Future[None] = torch.futures.Future()
     threading.Timer(0.2, others.set_result, [None]).start()
     assert not found_deaf(lambda: others.wait()), "it has left in time"
+
+
+class Arriving:
+    """A connection from another rank, and `let_arrive` in a thread beside this one, which may wait for the rank."""
+
+    def __init__(self) -> None:
+        self.there, self.here = socket.socketpair()
+        self.over: torch.futures.Future[None] = torch.futures.Future()
+        connections._opened.add((self.here.fileno(), os.fstat(self.here.fileno()).st_ino))
+
+    def wait(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Wait as the main thread does in a collective, until `let_arrive` has returned, and do that meanwhile."""
+
+        def look() -> None:
+            agents.until(lambda: connections._waits_for_others(True), what="the main thread waits")
+            doing = threading.Timer(0.2, meanwhile)
+            doing.start()
+            connections.let_arrive()
+            self.over.set_result(None)
+            doing.join()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        self.over.wait()
+        thread.join()
+
+
+@pytest.fixture
+def arriving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arriving]:
+    monkeypatch.setattr(connections, "_opened", set())
+    monkeypatch.setattr(connections, "_ARRIVE_S", 60.0)
+    made = Arriving()
+    with made.there, made.here:
+        yield made
+
+
+def test_who_waits_for_a_lost_rank_reads_first_what_that_has_sent(arriving: Arriving) -> None:
+    arriving.there.send(b"the last part of a sum")
+    arriving.there.close()
+    read: list[bytes] = []
+    arriving.wait(lambda: read.append(b"" if arriving.over.done() else arriving.here.recv(64)))
+    assert read == [b"the last part of a sum"]
+
+
+def test_who_waits_for_what_never_comes_is_not_kept(arriving: Arriving) -> None:
+    arriving.wait()
+
+
+def test_what_nobody_reads_keeps_who_waits_for_a_moment_alone(
+    arriving: Arriving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_ARRIVE_S", 0.05)
+    arriving.there.send(b"of another collective")
+    arriving.wait()
+
+
+def test_who_computes_has_not_given_the_others_its_own_part_yet(arriving: Arriving) -> None:
+    arriving.there.send(b"of a step that cannot have ended")
+    thread = threading.Thread(target=connections.let_arrive, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()

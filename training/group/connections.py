@@ -5,6 +5,7 @@ unless half of a message has gone through it: whoever waits for the other half i
 gloo/transport/tcp/pair.cc leaves out the message that is being read or written), and only `is_deaf` finds that out.
 """
 
+import fcntl
 import functools
 import linecache
 import math
@@ -13,6 +14,7 @@ import re
 import socket
 import stat
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ another rank were lost, without a traceback.
 DEAF_S = 1.5
 """A main thread that waits so long for others after their connections have been shut is not told of it any more."""
 _LOOK_S, _IDLE_S = 0.1, 0.005
+_QUIET_S, _ARRIVE_S = 0.015, 0.05
 _WAITS_BY = re.compile(r"\.wait\(")
 _WAITS_IN = re.compile(r"/torch/(?:distributed|autograd|nn/parallel)/|/training/group/collectives\.py$")
 _ASKS_IN = re.compile(r"/training/engines/horovod\.py$|/horovod/torch/")
@@ -78,6 +81,32 @@ def shut_down(which: Connections = _opened) -> None:
             listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if is_same and not listens and connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def let_arrive() -> None:
+    """Where the main thread waits for others, wait until nothing has come from them for 15 ms; 50 ms at most.
+
+    A rank that is lost may have ended its step. What it sent for that is still to be read by this one, which may have
+    heard of the loss before the thread that reads: without it nobody would have that step.
+    """
+    begin = quiet_since = now = time.monotonic()
+    while now < min(begin + _ARRIVE_S, quiet_since + _QUIET_S) and _waits_for_others(_sleeps()):
+        time.sleep(_QUIET_S / 15)
+        now = time.monotonic()
+        if _are_unread():
+            quiet_since = now
+
+
+def _are_unread() -> bool:
+    """Whether a connection that is remembered has something that nobody has read."""
+    unread = bytearray(4)
+    for descriptor, inode in tuple(_opened):
+        with suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+                if any(unread):
+                    return True
+    return False
 
 
 def is_deaf(has_left: threading.Event) -> bool:
