@@ -338,7 +338,11 @@ def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostErr
     # Ranks that wait for a lost peer fail, too, or are stopped with it.
     name, end = min(failed, key=lambda each: (each[1]["status"] is None, "onnection" in each[1]["err"]))
     if end["status"] is None:
-        return HostError(name, f"the all-reduce by {backend} came to no end, and was stopped")
+        return HostError(
+            name,
+            f"the all-reduce by {backend} came to no end, and was stopped",
+            cure="kit check tries each pair of hosts, with large packets too",
+        )
     lines = [line for line in end["err"].strip()[-_LAST_WORDS:].splitlines() if line.strip()]
     lines += [line for line in end.get("out", "").splitlines() if "NCCL WARN" in line]  # which says more
     return HostError(name, f"the all-reduce by {backend} failed: {lines[-1] if lines else end['status']}")
