@@ -149,7 +149,7 @@ class Loop:
             cast(ShardedEngine, self.engine).load_shards(found)
         if self.options.compile:
             self.module.compile()  # in place, which keeps the names in its state dict
-        self._sent_buffers: list[torch.Tensor] = []
+        self._sent_buffers: list[tuple[torch.nn.Module, str]] = []
         if (
             ENGINES[self.options.engine].reforms
             and self.world.world_size > 1
@@ -157,7 +157,10 @@ class Loop:
         ):
             kept_apart = getattr(self.module, _NOT_SENT, ())
             self._sent_buffers = [
-                each for name, each in self.module.named_buffers() if name not in kept_apart
+                (owner, name)
+                for prefix, owner in self.module.named_modules()
+                for name in owner._buffers
+                if f"{prefix}.{name}".lstrip(".") not in kept_apart
             ]
         self.local_sgd: LocalSgd | None = None
         if self.options.local_steps:
@@ -348,7 +351,9 @@ class Loop:
                 self._sums.settle()
                 self.engine.average()
                 # Before the update: a rank that has made it goes on with these, if rank 0 is lost.
-                broadcast_from_first(self._sent_buffers, self.world.device)
+                # As they are now: a forward pass may put others in their place.
+                buffers = (owner._buffers[name] for owner, name in self._sent_buffers)
+                broadcast_from_first(buffers, self.world.device)
                 if not self.last_whole_step.is_known_late:
                     self.world.settle()
             self.last_whole_step.update_begins()

@@ -628,6 +628,38 @@ def test_the_last_whole_step_has_the_buffers_of_its_end() -> None:
     assert step.found() is None, "some weights are of the next step by now"
 
 
+class ReplacesBuffers(nn.Module):
+    """Its forward pass assigns, adds and grows buffers."""
+
+    mean: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.mean = 0.9 * self.mean + x
+        self.seen = torch.cat([self.seen, x])
+        self.register_buffer(f"step{len(self.seen)}", x)
+
+
+def test_buffers_that_a_forward_pass_replaces_are_those_of_the_step_too() -> None:
+    module = ReplacesBuffers()
+    step = LastWholeStep(module)
+    for number in range(3):
+        module(torch.full((2,), number + 1.0))
+        step.is_done(number, {})
+        before = {name: each.clone() for name, each in module.state_dict().items()}
+        step.next_begins()
+    module(torch.ones(2))
+    assert step.found() == 2
+    after = module.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_buffers_that_changed_after_the_step_stay() -> None:
     module = nn.BatchNorm1d(2)
     step = LastWholeStep(module)

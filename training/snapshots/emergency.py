@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -32,6 +33,42 @@ def why_over(error: BaseException | None) -> str:
     return "another rank is lost" if error and (nccl.has_left() or is_lost_rank(error)) else ""
 
 
+class BufferCopies:
+    """What a module's buffers are at one time: also of those that a forward pass replaces, adds, or has grow."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """None yet."""
+        self._owners = [*module.modules()]
+        self._named: list[dict[str, torch.Tensor | None]] = []
+        self._buffers: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+
+    @property
+    def now(self) -> list[torch.Tensor]:
+        """The module's buffers as they are now."""
+        found = (each for owner in self._owners for each in owner._buffers.values() if each is not None)
+        return [*{id(each): each for each in found}.values()]
+
+    def take(self) -> None:
+        """Copy them, in place of what was copied before."""
+        self._named = [dict(each._buffers) for each in self._owners]
+        buffers = self.now
+        if len(buffers) != len(self._buffers) or any(map(is_not, buffers, self._buffers)):
+            self._buffers, self._copies = buffers, [each.clone() for each in buffers]
+        elif buffers:
+            torch._foreach_copy_(self._copies, buffers)
+
+    def restore(self) -> None:
+        """Have the module's buffers be those that were copied."""
+        for owner, named in zip(self._owners, self._named, strict=True):
+            for name in owner._buffers.keys() - named.keys():
+                del owner._buffers[name]
+            for name, each in named.items():
+                owner._buffers[name] = each
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._copies)
+
+
 class LastWholeStep:
     """Which step the weights are of, between one update of them and the next; a forward pass changes buffers alone."""
 
@@ -40,8 +77,7 @@ class LastWholeStep:
 
     def __init__(self, module: torch.nn.Module) -> None:
         """No step is whole yet."""
-        self._buffers = list(module.buffers())
-        self._copies = [each.clone() for each in self._buffers]
+        self._buffers = BufferCopies(module)
         self._is_within_step = False
         self._step: int | None = None
         self.newest: int | None = None
@@ -52,8 +88,7 @@ class LastWholeStep:
     def next_begins(self) -> None:
         """The next step's forward pass will change the buffers (batch norm's means): keep them."""
         self._is_within_step = True
-        if self._buffers:
-            torch._foreach_copy_(self._copies, self._buffers)
+        self._buffers.take()
 
     def update_begins(self) -> None:
         """From here on, the weights are of no step."""
@@ -71,8 +106,8 @@ class LastWholeStep:
 
     def found(self) -> int | None:
         """The step, with the buffers as they were then; None while the weights are of no step."""
-        if self._step is not None and self._is_within_step and self._buffers:
-            torch._foreach_copy_(self._buffers, self._copies)
+        if self._step is not None and self._is_within_step:
+            self._buffers.restore()
         return self._step
 
 
@@ -140,7 +175,7 @@ class EmergencySave:
         world.settle()  # DistributedDataParallel may have sent rank 0's weights just now
         self._snapshots, self._world, self._state, self._step = snapshots, world, state, step
         module = torch.nn.Module() if module is None else module
-        self._last, self._buffers = LastWholeStep(module), [*module.buffers()]
+        self._last, self._buffers = LastWholeStep(module), BufferCopies(module)
         self._is_closed = False
         self._listens = self._is_asked_to_pause = False
         self._num_uncounted = self._num_put_off = 0
@@ -205,7 +240,7 @@ class EmergencySave:
         if self._world.world_size > 1:
             # A rank that has made the update goes on with these, if rank 0 is lost before it sends its own by the next
             # forward pass.
-            broadcast_from_first(self._buffers, self._world.device)
+            broadcast_from_first(self._buffers.now, self._world.device)
         self._world.settle()  # the gradients are whole
         self._last.update_begins()
 

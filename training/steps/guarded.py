@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nodekit.training.group import nccl
+from nodekit.training.snapshots.emergency import BufferCopies
 
 log = logging.getLogger("nodekit.training")
 
@@ -70,8 +71,7 @@ class GuardedUpdates:
         self._num_made = torch.zeros_like(flag[1], dtype=torch.int64)
         self._num_begun = 0
         self._is_known = True
-        self._buffers = list(module.buffers())
-        self._copies = deque([[each.clone() for each in self._buffers] for _ in range(_AHEAD)])
+        self._copies = deque(BufferCopies(module) for _ in range(_AHEAD))
         self._done: deque[_Done] = deque(maxlen=_AHEAD)
         self.values: Mapping[str, Any] = {}
         """Those of the step that `found` has returned."""
@@ -85,9 +85,9 @@ class GuardedUpdates:
 
     def next_begins(self) -> None:
         """The next step's forward pass will change the buffers (batch norm's means): keep them."""
-        if self._done and self._buffers:
+        if self._done:
             self._copies.rotate()
-            torch._foreach_copy_(self._copies[0], self._buffers)
+            self._copies[0].take()
             self._done[-1].buffers = self._copies[0]
 
     def update_begins(self) -> None:
@@ -110,7 +110,7 @@ class GuardedUpdates:
         for done in self._done:
             if done.num_begun == num_made:
                 if done.buffers:
-                    torch._foreach_copy_(self._buffers, done.buffers)
+                    done.buffers.restore()
                 self.values = done.values
                 return done.step
         return None
@@ -129,4 +129,4 @@ class _Done:
 
     def __init__(self, step: int, num_begun: int, values: Mapping[str, Any]) -> None:
         self.step, self.num_begun, self.values = step, num_begun, values
-        self.buffers: list[torch.Tensor] | None = None  # once another step has begun
+        self.buffers: BufferCopies | None = None  # once another step has begun
