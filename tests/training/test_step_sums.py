@@ -203,6 +203,15 @@ def test_a_broadcast_is_of_what_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> N
     assert turned.eq(9).all()
 
 
+def test_a_broadcast_of_buffers_leaves_a_graph_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GAN's generator is trained through it after the discriminator's update."""
+    monkeypatch.setattr(collectives.dist, "broadcast", lambda *_, **__: None)
+    generator = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    made = generator(torch.randn(4, 2)).sum()
+    collectives.broadcast_from_first(generator.buffers(), torch.device("cpu"))
+    made.backward()
+
+
 def test_a_world_of_one_sums_at_once() -> None:
     with World.from_env({}) as world:
         assert world.start_sum(torch.tensor([2.0, 3.0]))() == [2.0, 3.0]

@@ -21,7 +21,9 @@ def broadcast_from_first(tensors: Iterable[Any], device: torch.device) -> None:
 
     Of a state dict's values, a module's extra state is left as it is: it need not be a tensor.
     """
-    own = [each.detach() for each in tensors if isinstance(each, torch.Tensor)]
+    # By ``data``: autograd takes no notice. A GAN's discriminator is updated while the generator's graph, which refers
+    # to batch norm's means, is still wanted.
+    own = [each.data for each in tensors if isinstance(each, torch.Tensor)]
     for some in _take_tensors(own, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # each of one type
         sent = _flatten_dense_tensors([each.to(device) for each in some])  # type: ignore[no-untyped-call]
         dist.broadcast(sent, src=0)
