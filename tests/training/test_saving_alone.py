@@ -517,6 +517,18 @@ def test_the_optimizer_within_accelerates_is_watched(tmp_path: Path) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def test_an_optimizer_without_torchs_hooks_is_refused_by_its_name(tmp_path: Path) -> None:
+    class Plain:
+        def step(self) -> None:
+            pass
+
+    optimizer: Any = Plain()
+    with World.from_env({}) as alone:
+        with pytest.raises(TypeError, match="when Plain updates the weights: it has no register_step_pre_hook"):
+            EmergencySave(Snapshots(tmp_path), alone, dict, lambda: 0, torch.optim.SGD([torch.ones(1)]), optimizer)
+        assert not alone.emergency
+
+
 def fails() -> Any:
     raise KeyError("no such tensor")
 

@@ -182,6 +182,14 @@ class EmergencySave:
         self._is_done(step())
         # Accelerate's has no hooks of its own.
         plain = [getattr(each, "optimizer", each) for each in (optimizer, *others)]
+        for each in plain:
+            if not hasattr(each, "register_step_pre_hook"):
+                raise TypeError(
+                    f"EmergencySave cannot know when {type(each).__name__} updates the weights: it has no "
+                    "register_step_pre_hook, as each torch.optim.Optimizer has. Give the optimizer of torch's that it "
+                    "wraps, derive it from torch.optim.Optimizer, or leave EmergencySave out: a lost rank then costs "
+                    "the steps since the newest snapshot"
+                )
         self._hooks = [each.register_step_pre_hook(self._update_begins) for each in plain]
         self._hooks += [each.register_step_post_hook(self._update_ends) for each in plain]
         for each in world.emergency:
