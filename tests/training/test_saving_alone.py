@@ -524,8 +524,12 @@ def test_an_optimizer_without_torchs_hooks_is_refused_by_its_name(tmp_path: Path
 
     optimizer: Any = Plain()
     with World.from_env({}) as alone:
-        with pytest.raises(TypeError, match="when Plain updates the weights: it has no register_step_pre_hook"):
-            EmergencySave(Snapshots(tmp_path), alone, dict, lambda: 0, torch.optim.SGD([torch.ones(1)]), optimizer)
+        with pytest.raises(
+            TypeError, match="when Plain updates the weights: it has no register_step_pre_hook"
+        ):
+            EmergencySave(
+                Snapshots(tmp_path), alone, dict, lambda: 0, torch.optim.SGD([torch.ones(1)]), optimizer
+            )
         assert not alone.emergency
 
 

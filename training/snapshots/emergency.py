@@ -15,7 +15,7 @@ from nodekit.training.group.connections import is_lost_rank
 from nodekit.training.process.kept import AttemptOver, Kept
 from nodekit.training.process.stages import KEEPING, PAUSING
 from nodekit.training.snapshots.files.fence import Fenced
-from nodekit.training.snapshots.hostcopy import off_the_gpu
+from nodekit.training.snapshots.hostcopy import HostCopy
 from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import World
 
@@ -271,7 +271,11 @@ class EmergencySave:
         return None if self._is_closed else self._step()
 
     def _kept(self, step: int) -> Kept:
-        state, attempt = off_the_gpu(self._state(), self._world.device), self._snapshots.attempt
+        state, attempt = self._state(), self._snapshots.attempt
+        # Where this process stays, a copy on the CPU as well: a model may be made once, outside of `train`, and then
+        # gets rank 0's weights as DistributedDataParallel is made again, before the step is loaded.
+        if self._world.may_stay or self._world.device.type != "cpu":
+            state = HostCopy(pins=False).take(state)
         self.close()
         return Kept(
             state,

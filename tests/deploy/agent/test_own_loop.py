@@ -10,7 +10,7 @@ import pytest
 import torch
 from agents import Agents, again_if_left_waiting
 from places import ROOT
-from test_reform import LEAVES_SLOWLY, Run
+from test_reform import BEHIND, LEAVES_SLOWLY, Run
 
 from nodekit.training.snapshots.snapshot import Snapshots
 
@@ -141,6 +141,18 @@ def test_the_means_of_batch_norm_are_those_of_the_lost_rank_0(agents: Agents, tm
     assert equal(run.ended(), wanted)
     ((_, source),) = run.goes_on()
     assert "in memory" in source
+
+
+NET = "    net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))\n"
+MADE_ONCE = SCRIPT.replace(NET, "").replace("\n\ndef train(", f"\n{NET.strip()}\n\n\ndef train(")
+
+
+@again_if_left_waiting
+def test_a_model_made_outside_of_the_function_costs_no_step(agents: Agents, unbroken: dict[str, Any]) -> None:
+    """The next DDP sends it the weights of rank 0, which is a step behind: not into what the others have kept."""
+    run = OwnLoop(agents, script=MADE_ONCE, job=f"import os, time\n{BEHIND}{JOB}")
+    assert equal(run.ended(), unbroken)
+    assert run.goes_on() == [(30, "what rank 1 has kept in memory")]
 
 
 @again_if_left_waiting
