@@ -433,6 +433,22 @@ def test_a_script_whose_steps_are_never_counted_right_is_told(
     assert caplog.text.count("EmergencySave's `step` is 19, and after the last update it should be 20.") == 1
 
 
+@pytest.mark.parametrize("accumulated", [2, 4])
+def test_a_script_that_counts_micro_batches_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, accumulated: int
+) -> None:
+    """Else it would lose what it has done since its newest snapshot at most losses, and not know why."""
+    with World.from_env({}) as alone:
+        script = Script(alone, tmp_path)
+        for number in range(1, 100):
+            script.forward().backward()
+            if number % accumulated == 0:
+                script.optimizer.step()
+            script.step += 1
+            script.emergency.stops(False)
+    assert caplog.text.count("Count an update after it, by one") == 1
+
+
 def test_nothing_is_saved_while_an_optimizer_is_at_work(tmp_path: Path) -> None:
     """Another thread may ask then."""
     found: list[int | None] = []

@@ -21,7 +21,7 @@ from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
 
-_MOST_UNCOUNTED = 20  # calls of `stops` in a row
+_MOST_UNCOUNTED = 20  # calls of `stops`, with no two between them that were counted
 _MOST_PUT_OFF = 3
 
 
@@ -179,6 +179,7 @@ class EmergencySave:
         self._is_closed = False
         self._listens = self._is_asked_to_pause = False
         self._num_uncounted = self._num_put_off = 0
+        self._was_counted = False
         self._is_done(step())
         # Accelerate's has no hooks of its own.
         plain = [getattr(each, "optimizer", each) for each in (optimizer, *others)]
@@ -301,12 +302,16 @@ class EmergencySave:
         self._world.stage(PAUSING, step=self._step())
 
     def _warn_if_uncounted(self) -> None:
-        """Say so where no step is ever kept, but not of updates that a gradient scaler has left out."""
-        self._num_uncounted = 0 if self._is_counted or self._is_closed else self._num_uncounted + 1
-        if self._num_uncounted == _MOST_UNCOUNTED:
+        """Say so where no step or few are ever kept, but not of updates that a gradient scaler has left out."""
+        is_counted = self._is_counted or self._is_closed
+        if is_counted and self._was_counted:  # who counts micro-batches never has two such in a row
+            self._num_uncounted = 0
+        self._num_uncounted += not is_counted
+        self._was_counted = is_counted
+        if not is_counted and self._num_uncounted == _MOST_UNCOUNTED:
             log.warning(
-                "no step is kept if another rank is lost: EmergencySave's `step` is %d, and after the last update it "
-                "should be %s. Count an update after it, by one, and before `stops`",
+                "steps are not kept if another rank is lost: EmergencySave's `step` is %d, and after the last update "
+                "it should be %s. Count an update after it, by one, and before `stops`",
                 self._step(),
                 self._last.newest,
             )
