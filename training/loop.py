@@ -159,7 +159,7 @@ class Loop:
             self._sent_buffers = [
                 (owner, name)
                 for prefix, owner in self.module.named_modules()
-                for name in owner._buffers
+                for name, _ in owner._buffers.items()
                 if f"{prefix}.{name}".lstrip(".") not in kept_apart
             ]
         self.local_sgd: LocalSgd | None = None
