@@ -240,7 +240,6 @@ class Supervisor:
                 self._view.say(f"nobody supervises this run: {error}", is_event=True)
             self._record_problem = str(error)
             return
-        self._record_problem = ""
         self._acts = True
         self._has_ended = self._writer.has_ended(self._seen, at_once=True)
         self._gatherer = Gatherer(self._run.folder)
