@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fake_nodes
 import pytest
@@ -32,6 +33,7 @@ from nodekit.deploy.supervise.observation import seen_of
 from nodekit.deploy.supervise.observer import Over
 from nodekit.deploy.supervise.state import (
     Action,
+    Drain,
     Exclude,
     Fence,
     Finish,
@@ -39,6 +41,7 @@ from nodekit.deploy.supervise.state import (
     Notice,
     Observation,
     Rules,
+    SetVoters,
     Start,
     State,
     Stop,
@@ -327,6 +330,28 @@ def test_who_comes_in_hears_whether_ranks_have_stayed(
     assert (given["spec"]["joins"], given["spec"]["stands_by"]) == (True, bool(stayed))
 
 
+@pytest.mark.parametrize(
+    ("found", "raised"),
+    [
+        (None, None),
+        (NotWritten("run.json cannot be written"), NotWritten),
+        (Over("lab-1 has ended"), KitError),
+    ],
+)
+def test_a_plan_is_waited_for_until_it_is_on_record_or_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Exception | None, raised: type[KitError] | None
+) -> None:
+    monkeypatch.setattr(supervise, "LOOK_AGAIN_S", 0.01)
+    nodes = Nodes(tmp_path, monkeypatch)
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
+        monkeypatch.setattr(supervisor._writer, "write_plan", Mock(side_effect=found))
+        waiting = threading.Timer(0.1, lambda: supervisor._take(*supervisor._queue.get()))
+        waiting.start()
+        with pytest.raises(raised, match=str(found)) if raised else contextlib.nullcontext():
+            supervisor._record("a", nodes.client.node("a"), 0.0)
+        waiting.join()
+
+
 def test_what_is_to_be_recorded_when_a_run_ends_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +401,8 @@ def test_what_is_decided_is_in_the_debug_log_and_what_came_of_it(
         "generation 0: Fence(node='d', generation=7): HostError",
         "generation 0: Finish(outcome='succeeded', text='')",
     ]
+    said = [each.fields["text"] for each in events.read(nodes.run.folder) if each.kind == "said"]
+    assert said == ["d is lost"]
 
 
 def event_of(kind: str, end: int) -> list[Any]:
@@ -517,6 +544,25 @@ def test_a_silent_rendezvous_host_is_missed_sooner_if_another_node_that_is_heard
     assert len([text for text in view.said if "no answer within" in text]) == len(missed)
 
 
+@pytest.mark.parametrize(
+    ("silent_s", "waits_s"),
+    [(1.0, View.tick_s), (2.0, supervise.SOON_S), (4.0, View.tick_s), (None, View.tick_s)],
+)
+def test_a_rendezvous_host_that_is_late_is_looked_at_more_often_until_it_is_taken_for_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_s: float | None, waits_s: float
+) -> None:
+    """Not after that: who waits for hours for a host to come back would wake up ten times a second."""
+    with supervising(Nodes(tmp_path, monkeypatch), monkeypatch, lambda state, _: (state, [])) as (
+        supervisor,
+        _,
+    ):
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        supervisor._heard = {"b": now} if silent_s is None else {"a": now - silent_s}
+        assert supervisor._wait_s() == waits_s
+        monkeypatch.undo()
+
+
 def test_a_full_disk_is_told_once_and_no_generation_is_begun_before_it_is_on_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -643,6 +689,8 @@ def test_a_broken_node_that_could_not_be_drained_is_so_as_soon_as_that_can_be(
         known = dataclasses.replace(known, excluded=broken)
         return dataclasses.replace(state, known={**state.known, "c": known}), (Exclude("c", broken[1]),)
 
+    remember = Mock()
+    monkeypatch.setattr(nodes.client, "remember", remember)
     monkeypatch.setattr(drain, "RETRY_S", 0.3)
     monkeypatch.setattr(drain, "exclude", fails_thrice)
     with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, view):
@@ -652,8 +700,13 @@ def test_a_broken_node_that_could_not_be_drained_is_so_as_soon_as_that_can_be(
     assert nodes.run.drained_because == {"c": broken[1]}
     assert len(tried) == 4
     assert min(later - earlier for earlier, later in itertools.pairwise(tried)) >= 0.3
-    assert len([text for text in view.said if str(error) in text]) == 1
+    told = [text for text in view.said if str(error) in text]
+    assert [text.startswith("c is not drained, though broken") for text in told] == [type(error) is KitError]
     assert len([text for text in view.said if broken[1] in text]) == 1
+    drained = [each.fields for each in events.read(nodes.run.folder) if each.kind == "drain"]
+    assert [(each["about"], each["why"]) for each in drained] == [("c", broken[1])]
+    until(lambda: remember.called, what="its host being told")
+    remember.assert_called_once_with("c", broken[1])
 
 
 def test_the_first_step_is_on_record_once_and_not_what_is_said_before_it(
@@ -735,22 +788,117 @@ def test_nobody_is_started_or_called_in_any_more_once_somebody_stops_the_run(
     assert sorted(asked) == (["fenced"] if by else ["b", "c", "fenced"])
 
 
-def test_those_who_cannot_be_reached_are_not_counted_on_where_a_slow_node_is_drained(
+@pytest.mark.parametrize(
+    ("action", "op", "given"),
+    [
+        (SetVoters("a", Voters(0, 1, ("a",))), "set_voters", {"voters": Voters(0, 1, ("a",)).to_dict()}),
+        (Stop("b"), "stop", {"for_good": True}),
+        (Drain("b"), "stop", {"for_good": False}),
+    ],
+)
+def test_what_is_decided_of_a_node_is_what_its_host_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Action, op: str, given: dict[str, Any]
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
+        supervisor._do(action, supervisor._state)
+        ((name, args),) = until(lambda: nodes.of(op))
+    assert isinstance(action, SetVoters | Stop | Drain)
+    assert name == action.node
+    assert given.items() <= args.items()
+
+
+def test_an_observer_that_fails_is_left_out_and_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A port for metrics, say: the run is supervised without."""
+    broken = Mock(see=Mock(side_effect=ValueError("no such series")))
+    good = Mock()
+    with supervising(Nodes(tmp_path, monkeypatch), monkeypatch, lambda state, _: (state, [])) as (
+        supervisor,
+        view,
+    ):
+        supervisor._observers += [broken, good]
+        monkeypatch.setattr(view, "event", Mock())
+        monkeypatch.setattr(view, "see", Mock())
+        supervisor._note("reached", about="a")
+        for _ in range(2):
+            supervisor._tell_observers()
+    assert view.said == ["Mock failed and is left out: ValueError: no such series"]
+    assert broken.see.call_count == 1
+    for each in (view, good):
+        assert each.see.call_count == 3, "each time, and at the end"
+        assert [call.args[0].kind for call in each.event.call_args_list] == ["reached"]
+    good.close.assert_called_once_with()
+
+
+@pytest.mark.parametrize("why", ["watches", "ended", "drained is unknown", "nothing can be written"])
+def test_what_is_decided_and_may_not_be_done_is_forgotten_and_time_goes_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Who only watches ends by the same clock, and who takes over has waited as long."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    passed = {"clock": 7.0, "elapsed_s": 5.0, "ended_since": 6.0}
+
+    def decide(state: State, _: int) -> tuple[State, list[Action]]:
+        return dataclasses.replace(generation_after(state), **passed), [Fence("a", 1)]
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        if why == "watches":
+            monkeypatch.setattr(supervisor, "_acts", False)
+            monkeypatch.setattr(supervisor._lock, "acquire", lambda: False)
+        elif why == "ended":
+            nodes.run.finish("stopped", "stopped by kit down")
+        elif why == "drained is unknown":
+            (nodes.run.folder / "drained").mkdir()
+        else:
+            monkeypatch.setattr(supervisor._writer, "is_written", lambda *_: False)
+        before = supervisor._state
+        supervisor._decide()
+        assert supervisor._state == dataclasses.replace(before, **passed)
+    assert nodes.of("fence") == []
+
+
+def test_where_the_lock_cannot_be_known_one_only_watches_and_asks_again_a_moment_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    other = SupervisorLock(nodes.run)
+    assert other.acquire()
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, view):
+        acquire = Mock(side_effect=NotWritten("supervisor.lock cannot be opened: Input/output error"))
+        monkeypatch.setattr(supervisor._lock, "acquire", acquire)
+        for _ in range(3):
+            supervisor._decide()
+        assert acquire.call_count == 1
+        assert not supervisor._acts
+    other.release()
+    assert view.said == []
+
+
+@pytest.mark.parametrize(("on_slow", "acts"), [("drain", True), ("drain", False), ("tell", True)])
+def test_who_acts_drains_slow_nodes_and_counts_on_nobody_that_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_slow: str, acts: bool
+) -> None:
     nodes, found = Nodes(tmp_path, monkeypatch), list[str]()
-    job = nodes.inventory.job.model_copy(update={"on_slow": "drain"})
+    job = nodes.inventory.job.model_copy(update={"on_slow": on_slow})
     nodes.client.inventory = nodes.inventory.model_copy(update={"job": job})
+    other = SupervisorLock(nodes.run)
+    assert acts or other.acquire()
 
     def look(*_: object, absent: list[str]) -> list[str]:
         found.extend(absent)
-        return []
+        return ["c makes the others wait"]
 
-    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, view):
         monkeypatch.setattr(supervisor._slow_nodes, "drain", look)
         supervisor._take("b", "lost", HostError("b", "no answer within 3 s"))
         supervisor._decide()
-    assert found == ["b"]
+    other.release()
+    drains = acts and on_slow == "drain"
+    assert found == (["b"] if drains else [])
+    recorded = [each.fields["text"] for each in events.read(nodes.run.folder) if each.kind == "said"]
+    assert recorded == view.said[1:] == (["c makes the others wait"] if drains else [])
 
 
 def test_a_start_that_failed_counts_and_what_is_broken_is_drained(
@@ -844,6 +992,9 @@ def test_a_record_that_cannot_be_read_is_told_once_and_who_cannot_read_it_does_n
             spoil()
             other.release()
         if number == 10:
+            free = SupervisorLock(nodes.run)  # who has a disk that can be read may take over
+            assert free.acquire()
+            free.release()
             good.replace(path)
         if supervisor._acts and not state.generation:
             return generation_after(state), []
