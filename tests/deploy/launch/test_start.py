@@ -83,3 +83,66 @@ def test_a_start_that_takes_long_says_which_nodes_are_waited_for_and_what_they_d
     monkeypatch.setattr(start, "SLOW_S", 0.3)
     assert start._wait_started(nodes.client, ["a", "b"], least=2, say=told.append) == {}
     assert told == [f"start    after 0 s still waiting for {said}"]
+
+
+NOT_YET = f"b: not yet with the others: {start._NOT_REACHED}"
+
+
+@pytest.mark.parametrize(
+    ("found", "without"),
+    [
+        pytest.param(
+            {"b": {"state": None, "alive": False}}, "b: its agent ended at once: was it stopped?", id="lost"
+        ),
+        pytest.param({"a": {"members": ["a"]}, "b": {"state": "rendezvous"}}, NOT_YET, id="not met"),
+        pytest.param(
+            {"a": {"state": "succeeded", "members": []}, "b": {"state": "rendezvous"}}, NOT_YET, id="too late"
+        ),
+    ],
+)
+def test_a_start_goes_on_without_a_node_where_enough_are_left_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, dict[str, Any]], without: str
+) -> None:
+    monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 5.0)
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.answers["status"] = lambda host, _: {**STATUS, "agent_log": "", **found.get(host, {})}
+    told = start._wait_started(nodes.client, ["a", "b"], least=1, say=print)
+    assert {name: str(error) for name, error in told.items()} == {"b": without}
+
+
+def test_a_node_that_the_others_have_met_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 5.0)
+    nodes, states = Nodes(tmp_path, monkeypatch), ["rendezvous"] * 3
+    nodes.answers["status"] = lambda host, _: {
+        **STATUS,
+        "state": states.pop() if host == "b" and states else "running",
+    }
+    assert start._wait_started(nodes.client, ["a", "b"], least=1, say=print) == {}
+    assert states == []
+
+
+@pytest.mark.parametrize(
+    ("by", "said"),
+    [
+        ("", "a: its agent ended at once: was it stopped?"),
+        ("kit down", "lab-1 was stopped while it was being started, by kit down; kit up starts it"),
+    ],
+)
+def test_a_start_ends_with_the_rendezvous_host_also_where_enough_others_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, said: str
+) -> None:
+    """That somebody has stopped the run is the reason then, and no fault of the host."""
+    monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 5.0)
+    nodes = Nodes(tmp_path, monkeypatch)
+
+    def status(host: str, _: Any) -> dict[str, Any]:
+        nodes.run.say_stop(by)
+        state = {"state": None, "alive": False, "agent_log": ""} if host == "a" else {"state": "rendezvous"}
+        return {**STATUS, **state}
+
+    nodes.answers["status"] = status
+    with pytest.raises(KitError) as error:
+        start._wait_started(nodes.client, ["a", "b"], least=1, say=print)
+    assert str(error.value) == said
