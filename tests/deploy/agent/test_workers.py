@@ -23,7 +23,7 @@ from agents import freeze, processes_of, until
 from driver import Driver
 from free_ports import free_port
 
-from nodekit.deploy.agent.ranks import worker
+from nodekit.deploy.agent.ranks import children, worker
 from nodekit.deploy.agent.ranks.attempt import imports_for
 from nodekit.deploy.agent.ranks.early_ends import EarlyEnds
 from nodekit.deploy.agent.ranks.forkserver import ForkServer
@@ -660,6 +660,51 @@ def test_where_no_thread_can_be_started_an_end_is_told_later(monkeypatch: pytest
     for _ in range(2):
         assert not workers.wait(0)
     start.assert_called_once_with()
+
+
+def test_a_worker_that_has_the_pid_of_an_earlier_one_is_watched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    workers = Workers(Mock(early_ends=Mock(is_held=Mock(return_value=True))))
+    start = Mock()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for pids, num_watched in (({0: os.getpid()}, 1), ({0: os.getpid()}, 1), ({}, 1), ({0: os.getpid()}, 2)):
+        workers._pids = pids
+        workers.wait(0)
+        assert start.call_count == num_watched
+
+
+@pytest.fixture
+def imitated(monkeypatch: pytest.MonkeyPatch) -> tuple[Workers, dict[str, Mock]]:
+    """Two workers that are not there, and what is done to them; a look takes no time."""
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    done = {"exit_codes": Mock(return_value={}), "signal_groups": Mock(), "clear_up": Mock(return_value={})}
+    for name, mock in done.items():
+        monkeypatch.setattr(children, name, mock)
+    workers = Workers(None)
+    workers._pids = {0: 70, 1: 71}
+    monkeypatch.setattr(
+        workers, "wait", lambda _: done["exit_codes"].configure_mock(return_value={0: 0, 1: 0})
+    )
+    return workers, done
+
+
+def test_a_stop_without_grace_waits_while_it_is_wanted_and_signals_only_whom_nobody_has_told(
+    imitated: tuple[Workers, dict[str, Mock]],
+) -> None:
+    workers, done = imitated
+    assert workers.stop(0, is_wanted=lambda: True, unsignalled=[1]) is False
+    (term, go_on) = done["signal_groups"].call_args_list
+    assert (term.args, go_on.args) == (({0: 70}, signal.SIGTERM), ({0: 70, 1: 71}, signal.SIGCONT))
+
+
+def test_a_worker_that_has_ended_does_not_stay_though_it_said_so(
+    imitated: tuple[Workers, dict[str, Mock]],
+) -> None:
+    workers, done = imitated
+    done["exit_codes"].return_value = {0: 1}
+    workers.stop(0, staying=lambda: [0, 1])
+    assert workers.pids == {1: 71}
+    assert done["clear_up"].call_args.args == ({0: 70},)
 
 
 def test_the_end_of_whoever_holds_a_mutex_is_told_and_that_it_executes_another_program() -> None:
