@@ -832,6 +832,22 @@ def test_an_observer_that_fails_is_left_out_and_told_of_once(
     good.close.assert_called_once_with()
 
 
+@pytest.mark.parametrize(("acts", "alive"), [(True, True), (True, False), (False, True)])
+def test_only_who_acts_stops_at_the_end_what_still_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, acts: bool, alive: bool
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    other = SupervisorLock(nodes.run)
+    assert acts or other.acquire()
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
+        supervisor._take("a", "ended", {**fake_nodes.STATUS, "alive": alive, "agent_log": ""})
+        for name in "bcd":
+            supervisor._take(name, "lost", HostError(name, "no answer within 3 s"))
+        supervisor._end(Finish("failed", "waited 60 s for enough nodes"))
+    other.release()
+    assert bool(nodes.of("stop")) == (acts and alive)
+
+
 @pytest.mark.parametrize("why", ["watches", "ended", "drained is unknown", "nothing can be written"])
 def test_what_is_decided_and_may_not_be_done_is_forgotten_and_time_goes_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
