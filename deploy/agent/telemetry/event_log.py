@@ -203,6 +203,8 @@ class EventLog:
         }
         self.event("agent-ended", state=state, **{name: value for name, value in told.items() if value})
         changes: NodeStatus = {"state": state, "workers": [], "no_progress": no_progress}
+        if self._status.get("copying"):
+            changes["copying"] = False
         if message:
             changes["message"] = message
         if cause:

@@ -202,8 +202,10 @@ def test_what_a_node_does_now_is_an_event_that_replaces_the_one_before(agents: A
         (now,) = [event for event in map(events.parse, lines) if event and event.kind == "status"]
         assert (now.node, now.get("state")) == ("n0", state)
         assert now.time == pytest.approx(time.time(), abs=60)
+    record.update(copying=True)
     record.end("stopped")
     assert [event.kind for event in events.read(folder)] == ["agent-started", "sample", "agent-ended"]
+    assert events.now(folder)["n0"]["copying"] is False  # its agent ends after that
 
 
 def test_a_look_changes_the_status_once(agents: Agents, monkeypatch: pytest.MonkeyPatch):
