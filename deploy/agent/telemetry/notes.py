@@ -171,7 +171,7 @@ class Notes:
             return
         when, now = told.get("time"), time.time()
         # By this host's clock, as ours: a time that cannot be is not taken over.
-        at = {"time": when} if isinstance(when, float) and now - MAX_TOLD_AGE_S < when <= now else {}
+        at = {"time": when} if isinstance(when, int | float) and now - MAX_TOLD_AGE_S < when <= now else {}
         if kind == "resumed":
             self._say("resumed", attempt=self._attempt, step=step, **at)
         elif kind == "first-step":

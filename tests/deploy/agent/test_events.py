@@ -378,6 +378,14 @@ def test_what_ranks_tell_becomes_events_and_what_is_no_such_thing_does_not(said:
     assert {kind for kind, _ in said.events} == {"resumed", "evaluation", "first-step", "not-finite"}
 
 
+def test_the_time_that_a_rank_tells_may_be_a_whole_number_of_seconds(said: Said):
+    said.notes.begin("0.1", sees_snapshots=True)
+    when = int(time.time()) - 20  # as `date +%s` prints it
+    said.tell(kind="resumed", step=40, time=when)
+    said.notes.look("", is_training=True)
+    assert said.of("resumed") == [{"attempt": "0.1", "step": 40, "time": when}]
+
+
 @pytest.mark.parametrize(
     "line",
     [
