@@ -31,7 +31,13 @@ from nodekit.slurm import metrics
 from nodekit.slurm.cluster.accounts import usage
 from nodekit.slurm.cluster.jobs import Job, Slurm, Unanswered, Watched
 from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, LoginAgain, cancelling, login
-from nodekit.slurm.cluster.shared_folder import fetch_logs, forget_secrets, record_end, record_of
+from nodekit.slurm.cluster.shared_folder import (
+    fetch_logs,
+    forget_secrets,
+    record_end,
+    record_of,
+    record_stopped,
+)
 from nodekit.slurm.submission.prepare import Ready, prepare
 
 LOOK_S = 2.0
@@ -245,8 +251,7 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
                 pass
             if job.state == "COMPLETED":
                 return conclude(run, channel, job, is_shown=not options.quiet)
-            forget_secrets(run, channel)
-            run.finish_stopped()
+            record_stopped(run, channel)
             print(f"{run.run_id} is stopped; {resume_command(run)} goes on with it", flush=True)
             bring_logs(run, channel)
             return runs.STOPPED_EXIT
@@ -381,8 +386,7 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
             record_end(run, channel, job)
             print(f"{run.run_id} is not running ({run.state})")
         else:
-            forget_secrets(run, channel)
-            run.finish_stopped()
+            record_stopped(run, channel)
             print(f"{run.run_id} is stopped")
         bring_logs(run, channel, is_asked=fetch)
     return 0

@@ -94,10 +94,7 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
     forget_secrets(run, channel)
     result = _of_leader(run, channel, "result.json")
     record = record_of(run, channel)
-    if lines := events_of(run, channel):
-        path = run.folder / events.FILE
-        with record_files.told(path):  # first: once its end is on record, they are read here
-            write_private(str(path), "".join(lines).encode())
+    _bring_events(run, channel)
     # A job that Slurm knows no more (MinJobAge) cannot say which was its last attempt.
     is_last = not job.state or result.get("attempt") == f"{job.job_id}.{job.restarts}"
     if record is not None and result and is_last and record.state in runs.ENDED:
@@ -117,6 +114,25 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
         text = "kit up ended before its job was in the queue"
     run.finish("failed", text, asdict(known) if known else None)
     return JobFailed.exit_code, False
+
+
+def record_stopped(run: Run, channel: HostChannel) -> None:
+    """Write down that a run was stopped, whose job kit has cancelled.
+
+    Raises:
+        NotWritten: the disk here is full, or gone: it is done by who looks at the run next.
+    """
+    forget_secrets(run, channel)
+    _bring_events(run, channel)
+    run.finish_stopped()
+
+
+def _bring_events(run: Run, channel: HostChannel) -> None:
+    """Have the leader's events here, before the end is on record: after that, they are read here."""
+    if lines := events_of(run, channel):
+        path = run.folder / events.FILE
+        with record_files.told(path):
+            write_private(str(path), "".join(lines).encode())
 
 
 def _said_by_tasks(run: Run, channel: HostChannel) -> Cause | None:

@@ -352,3 +352,27 @@ def test_a_job_that_has_completed_before_it_could_be_cancelled_has_succeeded(
     assert runner.down(run, SshOptions()) == 0
     assert (run.state, run.verdict) == ("succeeded", "trained to the end")
     assert f"{run.run_id} is not running (succeeded)" in capsys.readouterr().out
+
+
+def test_what_the_leader_of_a_cancelled_job_has_recorded_is_brought_here(
+    slurm: Callable[[str], None],
+    submission: tuple[Run, Inventory, Ready],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`kit runs` showed no step of a run that kit down had ended, or an earlier one's, and `kit report` was empty."""
+    run, inventory, ready = submission
+    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
+    run.state = "running"
+    run.save()
+    (tmp_path / "queue").touch()
+    told = Path(leader_folder(run), "events.jsonl")
+    told.parent.mkdir(parents=True)
+    told.write_text(
+        json.dumps({"run": run.run_id, "time": 1.0, "node": None, "kind": "said", "text": "…"}) + "\n"
+    )
+    monkeypatch.setattr(runner, "login", lambda *_: contextlib.nullcontext(ready.channel))
+
+    assert runner.down(run, SshOptions()) == 0
+    assert (run.state, run.verdict) == ("stopped", "stopped by kit down")
+    assert (run.folder / "events.jsonl").read_text().startswith(told.read_text())
