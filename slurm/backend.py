@@ -117,7 +117,7 @@ class SlurmBackend:
             line = used.state.lower() if used else "is not known to Slurm any more"
         nodes = {
             name: "lost" if name in absent else status_line(each, now=time.time())
-            for name, each in (() if job.is_over else found.items())
+            for name, each in (() if job.is_over else shared_folder.of_job(found, job).items())
         }
         return Status(
             state=run.state,

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -75,6 +75,18 @@ def node_statuses(run: Run, channel: HostChannel) -> dict[str, NodeStatus]:
         "current_status.statuses", timeout_s=LOGIN_TIMEOUT_S, folder=leader_folder(run)
     )
     return found
+
+
+def of_job(statuses: Mapping[str, NodeStatus], job: Job) -> dict[str, NodeStatus]:
+    """What nodes do now; while the job waits to be started again, only those whose agents have told of their end.
+
+    The others were lost with the leader: what they told last, such as that they train, is not so any more.
+    """
+    return {
+        name: each
+        for name, each in statuses.items()
+        if job.state != "PENDING" or each.get("state") in runs.ENDED
+    }
 
 
 def absent_nodes(run: Run, channel: HostChannel) -> list[str]:

@@ -17,7 +17,7 @@ from agents import until
 
 from nodekit.deploy.connect.channel import HostChannel, RemoteError, on_all, open_local
 from nodekit.deploy.connect.cluster import SshOptions
-from nodekit.deploy.host import processes
+from nodekit.deploy.host import current_status, processes
 from nodekit.deploy.host.files import write_private
 from nodekit.deploy.output.interrupts import NothingLeft
 from nodekit.deploy.output.phases import Phases
@@ -26,6 +26,7 @@ from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import HostError, KitError, NotWritten
 from nodekit.inventory.load import dump, load_inventory
 from nodekit.inventory.schema import Inventory
+from nodekit.slurm import backend
 from nodekit.slurm import run as runner
 from nodekit.slurm.backend import SlurmBackend
 from nodekit.slurm.cluster import shared_folder
@@ -376,3 +377,32 @@ def test_what_the_leader_of_a_cancelled_job_has_recorded_is_brought_here(
     assert runner.down(run, SshOptions()) == 0
     assert (run.state, run.verdict) == ("stopped", "stopped by kit down")
     assert (run.folder / "events.jsonl").read_text().startswith(told.read_text())
+
+
+def test_nodes_that_were_lost_with_their_leader_do_not_train_while_the_job_waits(
+    slurm: Callable[[str], None],
+    submission: tuple[Run, Inventory, Ready],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`kit status` called them running, with their steps, for as long as the job was queued again."""
+    run, inventory, ready = submission
+    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
+    run.state = "running"
+    run.save()
+    (tmp_path / "queue").touch()
+    file = Path(leader_folder(run), "run.json")
+    file.parent.mkdir(parents=True)
+    nodes = {"node1": {"node_rank": 0}, "node2": {"node_rank": 1}}
+    file.write_text(json.dumps({**vars(run), "nodes": nodes}))
+    events = file.with_name("events.jsonl")
+    events.write_text('{"time": 1.0, "node": null, "kind": "run-started"}\n')
+    told = current_status.StatusFile(str(events))
+    for name, state in (("node1", "running"), ("node2", "stopped")):
+        told.write({"run": run.run_id, "time": 1.0, "node": name, "state": state})
+    monkeypatch.setattr(backend, "login", lambda *_: contextlib.nullcontext(ready.channel))
+
+    assert SlurmBackend().status(run, SshOptions()).nodes == {"node1": "running", "node2": "stopped"}
+    control = tmp_path / "bin" / "scontrol"
+    control.write_text(control.read_text().replace("RUNNING", "PENDING"))
+    assert SlurmBackend().status(run, SshOptions()).nodes == {"node2": "stopped"}
