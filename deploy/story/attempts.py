@@ -124,9 +124,10 @@ def read_sessions(events: Sequence[Event], now: float) -> list[Session]:
     sessions = []
     for start, until in zip(starts, [*starts[1:], math.inf], strict=True):
         inside = [event for event in events if start <= event.time < until]
-        ended = next((event for event in inside if event.kind == "run-ended"), None)
-        if ended is not None:
-            session = Session(start, ended.time, str(ended.get("state")), str(ended.get("verdict") or ""))
+        if ends := of_kind(inside, "run-ended"):
+            # Whoever sees it end writes that down; under Slurm, the later one knows who has cancelled the job.
+            last = ends[-1]
+            session = Session(start, ends[0].time, str(last.get("state")), str(last.get("verdict") or ""))
             # Where nobody watched, the end is written down when somebody looks again, which may be days later.
             session.end = min(session.end, max(start, _all_ended(inside)))
         elif until < math.inf:  # whoever supervised it was lost too

@@ -254,6 +254,14 @@ def test_the_time_between_a_stop_and_going_on_is_not_the_runs() -> None:
     assert [span.state for span in found.spans["gpu1"]][-4:] == ["ended", "starting", "training", "waiting"]
 
 
+def test_of_an_end_that_two_have_recorded_the_later_word_holds_and_the_earlier_time() -> None:
+    """A leader in a Slurm job knows that Slurm stops it; the machine with the record knows who has cancelled it."""
+    events = [*start(100), *attempt("0.0", NODES, at=103, first=1, last=101), *over(200, "stopped")]
+    events += [said(207, None, "run-ended", state="stopped", verdict="stopped by kit down")]
+    found = history(events, now=300)
+    assert (found.verdict, found.sessions) == ("stopped by kit down", ((100, 199.5),))
+
+
 @pytest.mark.parametrize("has_run_ended", [True, False])
 def test_a_torn_end_is_taken_from_what_is_there(has_run_ended: bool) -> None:
     """The power fails on all hosts: no word of an end, and `kit up` finds out days later."""
