@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from nodekit.deploy.host import processes
@@ -77,33 +76,29 @@ def _reap(pids: Iterable[int], ending: set[int] | None = None) -> dict[int, tupl
     To take back a lot of memory, the kernel needs a while; if there is a set for those that are `ending`, it is not
     waited for.
     """
+    left = _left_of(pids, lambda those: _not_over(those, ending))
+    return {pid: processes.where_it_waits(pid) for pid in left}
+
+
+def wait_until_reaped(pids: Iterable[int]) -> None:
+    """Wait until killed processes are reaped that are somebody else's children, while anything moves in them."""
+    _left_of(pids, lambda those: {pid for pid in those if processes.find(pid)})
+
+
+def _left_of(pids: Iterable[int], look: Callable[[set[int]], set[int]]) -> set[int]:
+    """Wait while, of processes, a look finds some left; those in which nothing has moved for `STUCK_S`."""
     left = set(pids)
     before: dict[int, str] = {}
     since, pause_s = time.monotonic(), 0.001
-    while left := _not_over(left, ending):
+    while left := look(left):
         now = {pid: processes.activity(pid) for pid in left}
         if now != before:
             before, since = now, time.monotonic()
         elif time.monotonic() - since > STUCK_S:
             break
         time.sleep(pause_s)
-        pause_s = min(pause_s * 2, 0.02)
-    return {pid: processes.where_it_waits(pid) for pid in left}
-
-
-def wait_until_gone(pid: int) -> None:
-    """Wait until a killed process has ended that is somebody else's child; not for ever (`STUCK_S`)."""
-    until = time.monotonic() + STUCK_S
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    except OSError:  # a kernel older than 5.3: until its parent has reaped it
-        while processes.find(pid) and time.monotonic() < until:
-            time.sleep(0.002)
-        return
-    select.select([handle], [], [], STUCK_S)
-    os.close(handle)
+        pause_s = min(pause_s * 2, 0.005)
+    return left
 
 
 def _not_over(pids: set[int], ending: set[int] | None) -> set[int]:

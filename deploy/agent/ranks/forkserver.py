@@ -46,7 +46,7 @@ from nodekit.deploy.host import processes
 
 ANSWER_TIMEOUT_S = 120.0
 IMPORTS_S = 240.0  # for the imports, which may come over NFS
-ENDING_LOOK_S = 0.02  # at those of which only memory is left
+ENDING_LOOK_S = 0.005  # at those of which only memory is left
 IDLE_S = 1.0  # without a request, until the next start is prepared for: workers that start need the cores
 
 
@@ -245,10 +245,13 @@ class _Server:
         return found
 
     def _look_at_ending(self) -> None:
-        gone = {pid for pid in self._ending if os.waitpid(pid, os.WNOHANG)[0]}
-        self._ending -= gone
-        if gone:  # what they had started is ours now
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        if gone := {pid for pid in self._ending if os.waitid(os.P_PID, pid, ended)}:
+            # What they had started is ours now. What takes their place waits for its end, too: until they are reaped.
             children.clear_up({}, but=self._stuck | self._ending, stay=self._pids.values())
+            for pid in gone:
+                os.waitpid(pid, 0)
+            self._ending -= gone
 
     def _preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
         """Import these in what is common to the environments of all ranks: libraries read it then, and change it."""
@@ -378,8 +381,7 @@ class _Server:
 
     def _wait_to_begin(self, start: Mapping[str, Any]) -> None:
         """In a worker: until what it takes the place of is gone, with its ports and files; then tell of its own end."""
-        for pid in start["after"]:
-            children.wait_until_gone(pid)
+        children.wait_until_reaped(start["after"])
         self._early_ends.hold(start["local_rank"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -634,11 +635,23 @@ def test_what_takes_its_place_begins_once_it_is_gone_and_what_it_had_started_is_
     driver.call("stop_without_waiting")
     assert not is_gone(handle)
     (other,) = [pid for pid, line in processes_of(driver.marker).items() if line.startswith("sleep ")]
-    driver.start(driver.script(UP))
+    driver.start(driver.script(f"import os\nprint(os.path.exists('/proc/{other}'), flush=True)\n{UP}"))
     driver.said("up")
+    assert driver.log().startswith("False"), "what had its ports and files is gone, too"
     assert is_gone(handle)
-    until(lambda: not Path(f"/proc/{other}").exists())
     assert driver.call("poll") == {}, "the new one goes on"
+
+
+def test_what_takes_its_place_waits_for_as_long_as_anything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To take back hundreds of GB takes the kernel longer than the time after which a process counts as stuck."""
+    monkeypatch.setattr(children, "STUCK_S", 0.2)
+    looks = iter([True] * 200 + [False] * 2)
+    times = itertools.count()
+    monkeypatch.setattr(processes, "find", lambda _: next(looks))
+    monkeypatch.setattr(processes, "activity", lambda _: str(next(times)))
+    children.wait_until_reaped([1])
+    assert next(looks, None) is False
+    assert next(times) == 200
 
 
 def test_a_stop_that_waits_does_so_for_what_an_earlier_one_has_left(killed: tuple[Driver, int]) -> None:
