@@ -19,7 +19,7 @@ from nodekit.training.engine_info import ENGINES
 from nodekit.training.engines import ShardedEngine, State
 from nodekit.training.engines.load import begins_on_cpu, load_engine, own_optimizer
 from nodekit.training.errors import TrainingError
-from nodekit.training.group.collectives import broadcast_from_first
+from nodekit.training.group.collectives import NOT_SENT, broadcast_from_first, sent_buffers
 from nodekit.training.options.options import Options
 from nodekit.training.process import rng
 from nodekit.training.process.kept import Kept
@@ -45,9 +45,6 @@ from nodekit.training.weights.epochs import EpochWeights
 from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
-
-_NOT_SENT = "_ddp_params_and_buffers_to_ignore"
-"""DistributedDataParallel's name for a module's list of parameters and buffers that are not sent to other ranks."""
 
 
 class Loop:
@@ -132,7 +129,7 @@ class Loop:
             # If that is cut off, it leaves garbage, and an index of garbage ends CUDA in this process. Seeds and
             # snapshots have made these equal.
             whole = [name for name, each in self.module.named_buffers() if not each.is_floating_point()]
-            setattr(self.module, _NOT_SENT, whole)
+            setattr(self.module, NOT_SENT, whole)
         return optimizer
 
     def _make_engine(self, found: Loaded | None, optimizer: torch.optim.Optimizer) -> None:
@@ -149,19 +146,8 @@ class Loop:
             cast(ShardedEngine, self.engine).load_shards(found)
         if self.options.compile:
             self.module.compile()  # in place, which keeps the names in its state dict
-        self._sent_buffers: list[tuple[torch.nn.Module, str]] = []
-        if (
-            ENGINES[self.options.engine].reforms
-            and self.world.world_size > 1
-            and not self.options.local_steps
-        ):
-            kept_apart = getattr(self.module, _NOT_SENT, ())
-            self._sent_buffers = [
-                (owner, name)
-                for prefix, owner in self.module.named_modules()
-                for name, _ in owner._buffers.items()
-                if f"{prefix}.{name}".lstrip(".") not in kept_apart
-            ]
+        reforms = ENGINES[self.options.engine].reforms
+        self._sends_buffers = reforms and self.world.world_size > 1 and not self.options.local_steps
         self.local_sgd: LocalSgd | None = None
         if self.options.local_steps:
             self.local_sgd = LocalSgd(self.options, self.world, self.module, step=self.step)
@@ -350,10 +336,9 @@ class Loop:
             with self.waits.for_others():
                 self._sums.settle()
                 self.engine.average()
-                # Before the update: a rank that has made it goes on with these, if rank 0 is lost.
-                # As they are now: a forward pass may put others in their place.
-                buffers = (owner._buffers[name] for owner, name in self._sent_buffers)
-                broadcast_from_first(buffers, self.world.device)
+                if self._sends_buffers:
+                    # Before the update: a rank that has made it goes on with these, if rank 0 is lost.
+                    broadcast_from_first(sent_buffers(self.module), self.world.device)
                 if not self.last_whole_step.is_known_late:
                     self.world.settle()
             self.last_whole_step.update_begins()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nodekit.training.group.collectives import broadcast_object, gather_objects
+from nodekit.training.group.collectives import NOT_SENT, broadcast_object, gather_objects, sent_buffers
 
 
 def gathered(values: Sequence[Any]) -> list[tuple[list[Any], int]]:
@@ -73,3 +73,14 @@ def test_what_one_says_comes_whole_by_one_collective_or_two(length: int) -> None
 
     assert broadcast_object("not asked for", receives, is_source=False) == value
     assert not left
+
+
+def test_the_buffers_that_are_sent_are_those_that_the_module_has_by_now() -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.ReLU())
+    setattr(module, NOT_SENT, ["0.num_batches_tracked", "1.own"])
+    before = sent_buffers(module)
+    module[0].running_mean = module[0].running_mean + 1  # as a forward pass may do
+    module[1].register_buffer("late", torch.ones(3))
+    module[1].register_buffer("own", torch.ones(4))
+    assert [each.tolist() for each in before] == [[0, 0], [1, 1]]
+    assert [each.tolist() for each in sent_buffers(module)] == [[1, 1], [1, 1], [1, 1, 1]]

@@ -21,7 +21,7 @@ from test_training import finish, losses, metrics, result, task, torchrun  # noq
 from torch import nn
 
 from nodekit.training import rank
-from nodekit.training.group import connections
+from nodekit.training.group import collectives, connections
 from nodekit.training.loop import Loop
 from nodekit.training.options.arguments import parse
 from nodekit.training.process import stages
@@ -690,6 +690,23 @@ def test_buffers_that_a_forward_pass_replaces_are_those_of_the_step_too() -> Non
     after = module.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_buffers_that_ranks_get_are_those_that_the_last_forward_pass_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, sent = nn.BatchNorm1d(2), []
+    setattr(module, collectives.NOT_SENT, ["num_batches_tracked"])
+    monkeypatch.setattr(
+        emergency, "broadcast_from_first", lambda tensors, _: sent.extend(each.tolist() for each in tensors)
+    )
+    optimizer = torch.optim.SGD(module.parameters())
+    with World.from_env({}) as alone:
+        world = replace(alone, world_size=2)
+        EmergencySave(Snapshots(tmp_path), world, dict, lambda: 3, optimizer, module=module)
+        module.running_mean = module.running_mean + 7  # type: ignore[operator]
+        optimizer.step()
+    assert sent == [[7, 7], [1, 1]], "and none that is each rank's own"
 
 
 def test_buffers_that_changed_after_the_step_stay() -> None:

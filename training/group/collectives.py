@@ -8,12 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import DistributedDataParallel
 
 from nodekit.training.process.devices import sum_dtype
 
 _SMALL_BYTES, _LENGTH_BYTES = 1024, 8
 _FIRST_BYTES = 1 << 16
 _BUCKET_BYTES = 25 << 20
+
+NOT_SENT = "_ddp_params_and_buffers_to_ignore"
+"""DistributedDataParallel's name for a module's list of parameters and buffers that are not sent to other ranks."""
+
+
+def sent_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the buffers that DDP would send; each time anew: a forward pass may put others in their place."""
+    own = module.module if isinstance(module, DistributedDataParallel) else module
+    kept_apart = getattr(own, NOT_SENT, ())
+    return [each for name, each in own.named_buffers() if name not in kept_apart]
 
 
 def broadcast_from_first(tensors: Iterable[Any], device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from nodekit.training.group import nccl
 from nodekit.training.group.agent_messages import stop_to_pause
-from nodekit.training.group.collectives import broadcast_from_first
+from nodekit.training.group.collectives import broadcast_from_first, sent_buffers
 from nodekit.training.group.connections import is_lost_rank
 from nodekit.training.process.kept import AttemptOver, Kept
 from nodekit.training.process.stages import KEEPING, PAUSING
@@ -43,16 +43,11 @@ class BufferCopies:
         self._buffers: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
-    @property
-    def now(self) -> list[torch.Tensor]:
-        """The module's buffers as they are now."""
-        found = (each for owner in self._owners for each in owner._buffers.values() if each is not None)
-        return [*{id(each): each for each in found}.values()]
-
     def take(self) -> None:
         """Copy them, in place of what was copied before."""
         self._named = [dict(each._buffers) for each in self._owners]
-        buffers = self.now
+        found = (each for named in self._named for each in named.values() if each is not None)
+        buffers = [*{id(each): each for each in found}.values()]
         if len(buffers) != len(self._buffers) or any(map(is_not, buffers, self._buffers)):
             self._buffers, self._copies = buffers, [each.clone() for each in buffers]
         elif buffers:
@@ -174,8 +169,8 @@ class EmergencySave:
         """
         world.settle()  # DistributedDataParallel may have sent rank 0's weights just now
         self._snapshots, self._world, self._state, self._step = snapshots, world, state, step
-        module = torch.nn.Module() if module is None else module
-        self._last, self._buffers = LastWholeStep(module), BufferCopies(module)
+        self._module = torch.nn.Module() if module is None else module
+        self._last = LastWholeStep(self._module)
         self._is_closed = False
         self._listens = self._is_asked_to_pause = False
         self._num_uncounted = self._num_put_off = 0
@@ -249,7 +244,7 @@ class EmergencySave:
         if self._world.world_size > 1:
             # A rank that has made the update goes on with these, if rank 0 is lost before it sends its own by the next
             # forward pass.
-            broadcast_from_first(self._buffers.now, self._world.device)
+            broadcast_from_first(sent_buffers(self._module), self._world.device)
         self._world.settle()  # the gradients are whole
         self._last.update_begins()
 
