@@ -46,7 +46,9 @@ def logs(
                 start = new.get(name)
                 if start is None:
                     start = max(0, size - tail_bytes) if tail_bytes is not None else 0
-                if size <= start:
+                if size < start:
+                    start = 0  # somebody has emptied it, and its rank has begun anew
+                if size == start:
                     new[name] = start
                     continue
                 begin, data = read_data(file.fileno(), start, LOG_CHUNK_BYTES)

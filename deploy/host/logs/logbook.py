@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import bisect
+import contextlib
 import ctypes
 import errno
 import os
@@ -221,7 +222,11 @@ class Logbook:
                 found = os.stat(log.path)
             except FileNotFoundError:
                 continue  # its rank has not begun
-            if found.st_size <= log.size:
+            if found.st_size < log.size:  # somebody has emptied it: its marks are of lines that are gone
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(marks_of(log.path))
+                log.size, log.num_marks = 0, 0
+            if found.st_size == log.size:
                 continue
             # The last of it was written since we last looked, whatever a file server's clock says, or ours did.
             when = max(log.when, min(max(found.st_mtime, self._looked), now))

@@ -106,8 +106,8 @@ class Tail:
             cut = data.find(b"\n") + 1
             self._skips = cut == 0
             data = data[cut:] if cut else b""
-        elif not data and begin >= limit:
-            return found or None
+        elif not data:
+            return found or None  # also of one that was emptied since it was looked at
         pieces = (self._held + data).split(b"\n")
         self._held = pieces.pop()
         end = self._at - len(self._held) - sum(len(piece) + 1 for piece in pieces)
@@ -167,6 +167,9 @@ def page(
         for each in _files(folder)
         if (ranks is None or each.rank in ranks) and (attempts is None or "%d.%d" % each.attempt in attempts)
     ]
+    for each in files:
+        if each.size < new.get(each.name, 0):
+            new[each.name] = 0  # somebody has emptied it, and its rank has begun anew
     ends = {each.name: each.size for each in files} if sizes is None else dict(sizes)
     wanted = re.compile(grep) if grep is not None else None
     # Of each file, when the line that comes next was written, which file that is, and the line.

@@ -225,6 +225,36 @@ def test_a_mark_that_a_crash_has_torn_is_written_over(tmp_path: Path) -> None:
     assert list(logbook.read_marks(str(log)).offsets) == [4, 8]
 
 
+def test_a_log_that_somebody_empties_is_dated_and_followed_from_its_new_beginning(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "rank0-attempt0.0.log"
+    log.parent.mkdir()
+    log.write_text("old\n" * 100)
+    book = Logbook(str(log.parent), 10**9, print)
+    book.begin([str(log)])
+    book.look()
+    offsets = logread.page(str(log.parent))["offsets"]
+    shown, _ = hostfollow.logs(str(tmp_path))
+    log.write_text("")  # as by `: > LOG`; its rank appends to it
+    book.look()
+    with log.open("a") as file:
+        file.write("new\n")
+    os.utime(log, (time.time() + 60, time.time() + 60))
+    book.look()
+    book.close()
+    assert list(logbook.read_marks(str(log)).offsets) == [4]
+    assert [line[3] for line in logread.page(str(log.parent), offsets)["lines"]] == ["new"]
+    assert hostfollow.logs(str(tmp_path), shown)[1] == [(log.name, "new\n")]
+
+
+def test_a_log_that_is_emptied_while_it_is_read_ends_there(tmp_path: Path) -> None:
+    log = tmp_path / "rank0-attempt0.0.log"
+    log.write_text("line\n" * 100)
+    sizes = {log.name: log.stat().st_size}
+    log.write_text("")
+    page = logread.page(str(tmp_path), {log.name: 50}, sizes)
+    assert (page["lines"], page["more"]) == ([], False)
+
+
 # --- what is read -------------------------------------------------------------------------------------------
 
 
