@@ -930,3 +930,18 @@ def test_a_clock_that_is_set_makes_no_rank_linger(tmp_path: Path, monkeypatch: p
     assert time.monotonic() - begun > hang.FLOOR_S
     assert until(lambda: diagnosis.finds_a_hang(lambda: None), what="the end of patience")
     assert told == ["lingering"]
+
+
+def test_a_rank_whose_log_was_removed_is_still_heard(tmp_path: Path) -> None:
+    log = tmp_path / "rank0-attempt0.0.log"
+    with log.open("a") as file, subprocess.Popen(["sleep", "60"], stdout=file) as rank:
+        try:
+            log.unlink()
+            sizes = []
+            for _ in range(2):
+                file.write("step\n")
+                file.flush()
+                sizes.append(hang_diagnosis._size(log, rank.pid))
+        finally:
+            rank.kill()
+    assert sizes == [5, 10]
