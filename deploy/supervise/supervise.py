@@ -510,8 +510,11 @@ class Supervisor:
         told = self._told[name]
         offset = self._run.clock_offsets.get(name, 0.0)
         failures = tuple(Failure.of(name, each, clock_offset=offset) for each in status.get("failures", ()))
-        for failure in failures:
-            if failure not in told.failures:
+        before = told.failures
+        # Those of its status stand last: of a run of weeks all are compared only when there is another.
+        is_new = before[len(before) - len(failures) :] != failures
+        for failure in failures if is_new else ():
+            if failure not in before:
                 last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
                 how = how_it_ended(failure.exitcode)
                 how = f"was {how}" if how.startswith("killed") else f"ended with {how}"
@@ -529,7 +532,7 @@ class Supervisor:
         self._told[name] = Told(
             state=state,
             # A restarted agent begins a new list; what it said before its restart still counts.
-            failures=(*(each for each in told.failures if each not in failures), *failures),
+            failures=(*(each for each in before if each not in failures), *failures) if is_new else before,
             message=message,
             cause=str(status.get("cause") or ""),
             cure=cure,

@@ -663,6 +663,26 @@ def test_the_words_of_who_lost_another_rank_are_not_said_a_second_time(
     ]
 
 
+def test_the_failures_of_weeks_are_compared_only_when_there_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"rank": 0, "world_size": 1, "exitcode": 1, "when": 1.0, "log": "/l", "error": "ValueError"}
+    failures = [{**told, "attempt": f"0.{number}"} for number in range(500)]
+    with supervising(Nodes(tmp_path, monkeypatch), monkeypatch, lambda state, _: (state, [])) as (
+        supervisor,
+        view,
+    ):
+        for end in range(50, 501, 50):
+            status: Any = {"alive": True, "state": "running", "failures": failures[end - 50 : end]}
+            supervisor._tell("a", status)
+        compared, equal = list[Failure](), Failure.__eq__
+        monkeypatch.setattr(Failure, "__eq__", lambda one, other: compared.append(one) or equal(one, other))
+        supervisor._tell("a", status)
+        assert len(compared) <= 50
+        assert len(supervisor._told["a"].failures) == 500
+    assert len([each for each in view.said if "rank" in each]) == 500
+
+
 @pytest.mark.parametrize(
     "error", [KitError("drained cannot be read: stale"), NotWritten("drained cannot be written: full")]
 )
