@@ -468,8 +468,9 @@ def _of_a_run_that_goes_on(events: Sequence[Event], nodes: Mapping[str, Told]) -
         return replace(explain(told, lost=loss.nodes), when=loss.when, is_recovered=is_recovered)
     if last is None:
         return None
+    meant = set(failures)  # of weeks there may be some ten thousand
     told = {
-        name: replace(node, attempt="", failures=tuple(each for each in node.failures if each in failures))
+        name: replace(node, attempt="", failures=tuple(each for each in node.failures if each in meant))
         for name, node in nodes.items()
     }
     found = explain({name: node for name, node in told.items() if node.failures}, lost={})

@@ -583,3 +583,18 @@ def test_a_failure_of_an_earlier_start_is_not_that_of_this_one(shift_s: float) -
     assert again is not None
     assert again.first is not None
     assert again.first.error == "KeyError: other"
+
+
+def test_the_failures_of_weeks_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [event("run-started", None, 0.0)]
+    for number in range(200):
+        at = f"0.{number}"
+        events += [event("workers-started", "a", 10.0 * number, attempt=at, world_size=1, workers=[])]
+        events += [failed("a", 0, 10.0 * number + 5, "ValueError: boom", at)]
+    compared, equal = list[Failure](), Failure.__eq__
+    monkeypatch.setattr(Failure, "__eq__", lambda one, other: compared.append(one) or equal(one, other))
+    found = verdict_of(events, max_restarts=3, state="running", reason="")
+    assert found is not None
+    assert found.first is not None
+    assert found.first.attempt == "0.199"
+    assert len(compared) < 1000
