@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -78,7 +79,7 @@ class _Account:
         self._attempts = attempts
         self._spans = spans
         self._min_nodes = min_nodes
-        self._snapshots = of_kind(events, "snapshot")
+        self._snapshots = sorted(of_kind(events, "snapshot"), key=lambda event: event.time)
         self._quorumless = self._without_quorum()
 
     def goodput(self) -> Goodput:
@@ -137,10 +138,15 @@ class _Account:
         if number + 1 < len(self._attempts):
             until = self._attempts[number + 1].started
         paused: dict[str, float] = {}
-        for event in self._snapshots:
+        begin, end = (
+            bisect.bisect_left(self._snapshots, when, key=lambda event: event.time)
+            for when in (attempt.started, until)
+        )
+        for event in self._snapshots[
+            begin:end
+        ]:  # of a run of weeks there are thousands, and as many attempts
             step, seconds = event.get("step"), event.get("pause_s")
-            is_its = attempt.started <= event.time < until and is_number(seconds)
-            if is_its and not (is_number(step) and step <= done):
+            if is_number(seconds) and not (is_number(step) and step <= done):
                 paused[str(event.node)] = paused.get(str(event.node), 0.0) + max(0.0, float(seconds))
         return max(paused.values(), default=0.0)
 

@@ -79,10 +79,13 @@ def _spans_of(
 
 def _mark(event: Event, attempts: Mapping[str, Attempt], is_done: str) -> tuple[str, str] | None:
     """What an event says of the state of the node it is about, if anything."""
-    is_in_one = any(
-        each.started <= event.time < (math.inf if each.ended is None else each.ended)
-        for each in attempts.values()
-    )
+
+    def is_in_one() -> bool:  # asked of few events: a run of weeks has thousands of attempts
+        return any(
+            each.started <= event.time < (math.inf if each.ended is None else each.ended)
+            for each in attempts.values()
+        )
+
     match event.kind:
         case "agent-started" | "generation" | "rendezvous":
             return "starting", ""
@@ -97,11 +100,11 @@ def _mark(event: Event, attempts: Mapping[str, Attempt], is_done: str) -> tuple[
         case "agent-ended":
             state = str(event.get("state"))
             return ("ended", "") if state in ENDED else ("away", "its agent was ended")
-        case "start" | "join" | "reached" if not is_in_one:
+        case "start" | "join" | "reached" if not is_in_one():
             return "starting", ""
-        case "unreachable" if not is_in_one:
+        case "unreachable" if not is_in_one():
             return "away", f"could not be reached: {text_of(event.get('why'))}"
-        case "node-state" if event.get("state") in ("fenced", "orphaned") and not is_in_one:
+        case "node-state" if event.get("state") in ("fenced", "orphaned") and not is_in_one():
             return "waiting", f"it was {event.get('state')}"
     return None
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodekit.deploy.records.events import Event
+from nodekit.deploy.story import timeline
 from nodekit.deploy.story.history import CAUSES, Goodput, History, Point, standing
 
 NODES = ["gpu1", "gpu2", "gpu3"]
@@ -415,3 +416,15 @@ def test_a_clock_that_was_set_back_between_two_starts_leaves_them_in_their_order
     assert found.state == "succeeded"
     assert found.goodput.total_s == pytest.approx(wanted.goodput.total_s)
     assert found.goodput.trained_s == pytest.approx(wanted.goodput.trained_s)
+
+
+def test_an_event_of_a_run_of_weeks_is_not_compared_with_all_of_its_attempts() -> None:
+    class Attempts(dict[str, Any]):
+        def values(self) -> Any:
+            pytest.fail("all attempts are looked through")
+
+    told = {"attempt": "0.7", "step": 3, "why": "a rank failed"}
+    for kind in ("sample", "snapshot", "worker-failed", "rendezvous", "workers-started", "first-step"):
+        timeline._mark(Event(5.0, "a", kind, told), Attempts(), "")  # type: ignore[arg-type]
+    ended = Event(5.0, "a", "attempt-ended", told)
+    assert timeline._mark(ended, Attempts(), "") == ("starting", "a rank failed")
