@@ -66,9 +66,8 @@ class EventLog:
             "usage": None,
             "address": spec.local_addr,
         }
-        self._reserve = self._folder / "reserve"
-        with contextlib.suppress(OSError):
-            files.write_private(str(self._reserve), bytes(RESERVE_BYTES))
+        self._reserve, self._has_reserve = self._folder / "reserve", False
+        self._set_aside()
         for name in ("logs", "progress", "told", "flight", "snapshots", "output"):
             (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         self._ranks: set[int] | None = None  # of this attempt
@@ -167,12 +166,23 @@ class EventLog:
         """Write; a full disk must not end the job."""
         try:
             write()
+            if not self._has_reserve:
+                self._set_aside(RESERVE_BYTES * 64)  # else what it has just given up would be gone at once
         except OSError as error:
             # What was set aside for this is given up, so that the end can still be told.
             if not descriptors.are_used_up(error):
                 self._reserve.unlink(missing_ok=True)
+                self._has_reserve = False
             with contextlib.suppress(OSError):
                 write()
+
+    def _set_aside(self, free_bytes: int = 0) -> None:
+        """Set some of the disk aside for when it is full, the next time as well, if so much is free."""
+        with contextlib.suppress(OSError):
+            room = os.statvfs(self._folder)
+            if room.f_bavail * room.f_frsize >= free_bytes:
+                files.write_private(str(self._reserve), bytes(RESERVE_BYTES))
+                self._has_reserve = True
 
     def failed(self, failures: list[WorkerFailure]) -> None:
         """Record failures of workers."""

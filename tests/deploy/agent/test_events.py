@@ -1,6 +1,7 @@
 """Events: gathered from the nodes once each, whoever gathers; torn lines; what an agent notes by itself."""
 
 import ast
+import errno
 import json
 import os
 import re
@@ -14,11 +15,11 @@ from disks import full, small_disk
 from fake_nvml import FakeNvml
 from places import ROOT
 
-from nodekit.deploy.agent.telemetry import notes
+from nodekit.deploy.agent.telemetry import event_log, notes
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 from nodekit.deploy.agent.telemetry.notes import Notes, parse_progress, pause_s
 from nodekit.deploy.agent.telemetry.usage import Usage
-from nodekit.deploy.host import current_status, schema
+from nodekit.deploy.host import current_status, files, schema
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.records import events
 from nodekit.deploy.story.status import status_line
@@ -224,6 +225,30 @@ def test_a_look_changes_the_status_once(agents: Agents, monkeypatch: pytest.Monk
     )
     record.look()
     assert [(progress, memory > 0) for progress, memory in seen] == [("7/9 loss 1.0", True)]
+
+
+def test_what_was_set_aside_for_a_full_disk_is_so_again_when_there_is_room(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+):
+    spec = agents.spec("n0")
+    reserve, free = Path(spec.node_dir) / "reserve", os.statvfs_result([512] * 10)
+    Path(spec.node_dir).mkdir()
+    record = EventLog(spec)
+    append, errors = files.append_private, [OSError(errno.ENOSPC, "full")]
+
+    def append_once_more(path: str, data: bytes) -> None:
+        if errors:
+            raise errors.pop()
+        append(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: free)
+        patch.setattr(files, "append_private", append_once_more)
+        record.event("logs-cut")
+        record.event("logs-cut")
+        assert not reserve.exists(), "it has not given room up to take it back"
+    record.event("logs-cut")
+    assert reserve.stat().st_size == event_log.RESERVE_BYTES
 
 
 def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):
