@@ -142,9 +142,8 @@ class _Account:
             bisect.bisect_left(self._snapshots, when, key=lambda event: event.time)
             for when in (attempt.started, until)
         )
-        for event in self._snapshots[
-            begin:end
-        ]:  # of a run of weeks there are thousands, and as many attempts
+        # Of a run of weeks there are thousands, and as many attempts.
+        for event in self._snapshots[begin:end]:
             step, seconds = event.get("step"), event.get("pause_s")
             if is_number(seconds) and not (is_number(step) and step <= done):
                 paused[str(event.node)] = paused.get(str(event.node), 0.0) + max(0.0, float(seconds))
