@@ -112,5 +112,7 @@ def hold_port(channels: Mapping[str, HostChannel], planned: Plan) -> Plan:
     """The plan with a port found free at the training address of the rendezvous host, and kept for its agent."""
     first = planned.nodes[0]
     port: int = channels[first.name].call("hold_port", timeout_s=CALL_TIMEOUT_S, address=first.local_addr)
-    nodes = tuple(dataclasses.replace(node, master_port=port) for node in planned.nodes)
+    nodes = tuple(
+        dataclasses.replace(node, master_addr=first.local_addr, master_port=port) for node in planned.nodes
+    )
     return dataclasses.replace(planned, nodes=nodes)

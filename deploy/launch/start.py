@@ -9,10 +9,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, TypeVar
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.channel import HostChannel, all_or_raise, on_all
+from nodekit.deploy.connect.channel import (
+    LOST_AFTER_S,
+    ChannelLost,
+    HostChannel,
+    all_or_raise,
+    on_all,
+)
 from nodekit.deploy.host.schema import VERSION
 from nodekit.deploy.launch import broken_hosts, planning, stopping
 from nodekit.deploy.launch.options import Options
@@ -35,6 +41,8 @@ from nodekit.deploy.sync.progress import build_lines
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Environment, Inventory
+
+T = TypeVar("T")
 
 STARTED_TIMEOUT_S = 120.0
 SLOW_S = 20.0
@@ -72,10 +80,12 @@ def start(
     interrupts = interrupts or Interrupts()
     starting = _Starting(inventory, resumed, options, placed)
     channels = starting.connect(stack)
-    channels, broken = broken_hosts.leave_out(channels, inventory, starting.phases.say)
-    if inventory.environment is not None:
-        starting.enter_environment(channels, inventory.environment)
-    facts, planned = starting.check_and_plan(channels)
+    channels, broken = starting.on_those_left(
+        channels, lambda: broken_hosts.leave_out(channels, inventory, starting.phases.say)
+    )
+    if (asked := inventory.environment) is not None:
+        starting.on_those_left(channels, lambda: starting.enter_environment(channels, asked))
+    facts, planned = starting.on_those_left(channels, lambda: starting.check_and_plan(channels))
     run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
     if resumed or broken:  # a node that the user had out may come back with a new start
         run.drain(broken)
@@ -83,7 +93,7 @@ def start(
     client = NodeClient(run, inventory, channels)
     try:
         interrupts.once()
-        targets, code = starting.send(client, planned, facts)
+        planned, targets, code = starting.send(client, planned, facts)
         starting.start_agents(client, planned, code)
         # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
         (sync.finish_caching if options.detach else sync.begin_caching)(targets, timeout_s=SYNC_TIMEOUT_S)
@@ -126,6 +136,7 @@ class _Starting:
             self.phases.say(f"{how} {self._run_id}" + ("; --new starts over" if resumed else ""))
         # The code is read while the hosts are reached: a run has what was there when it was asked for.
         self._reading = None if placed else _Reading(inventory, options)
+        self._prestarted: set[str] = set()
 
     def connect(self, stack: contextlib.ExitStack) -> dict[str, HostChannel]:
         """Channels to all hosts; an elastic job does with those that can be reached, if they are enough."""
@@ -145,6 +156,39 @@ class _Starting:
                 self.phases.say(f"warning: without {problem}")
             said.append(count(len(channels), "host"))
         return {host.name: channels[host.name] for host in hosts if host.name in channels}
+
+    def on_those_left(
+        self, channels: dict[str, HostChannel], do: Callable[[], T], *, unfit: type[HostError] = ChannelLost
+    ) -> T:
+        """What `do` returns; where hosts are lost meanwhile and an elastic job has enough without them, once more.
+
+        They are taken out of `channels`, which ends an agent there that waits for its go. The supervisor tries them
+        again.
+
+        Args:
+            channels: what `do` works on.
+            do: may be done several times.
+            unfit: the error that leaves a host out even where it answers.
+        """
+        while True:
+            try:
+                return do()
+            except KitError as error:
+                least = self._inventory.nodes.min
+                if len(channels) <= least:
+                    raise
+                lost = {each.host: each for each in error.errors if isinstance(each, unfit)}
+                lost = {name: each for name, each in lost.items() if name in channels}
+                # What is raised may be a consequence of a loss, as of a build that was cut short.
+                others = {name: channel for name, channel in channels.items() if name not in lost}
+                asked = on_all(others, lambda channel: channel.call("probes.now", timeout_s=LOST_AFTER_S))
+                lost |= {name: each for name, each in asked.items() if isinstance(each, HostError)}
+                if not lost or len(channels) - len(lost) < least:
+                    raise
+                for name, why in lost.items():
+                    self.phases.say(f"warning: without {why}")
+                    self.phases.say(f"         {name} is tried again while the job runs")
+                    threading.Thread(target=channels.pop(name).close, daemon=True).start()
 
     def enter_environment(self, channels: Mapping[str, HostChannel], asked: Environment) -> None:
         """Have the channels answer by the inventory's environment, made where it is not there yet."""
@@ -211,9 +255,41 @@ class _Starting:
 
     def send(
         self, client: NodeClient, planned: Plan, facts: Mapping[str, check.Facts]
+    ) -> tuple[Plan, dict[str, sync.Target], _Code]:
+        """Send kit and the code, while the agents import torch: the plan of the nodes that are left then.
+
+        With it what was sent where, to be settled later, and what is on record of it.
+        """
+
+        def attempt() -> tuple[Plan, dict[str, sync.Target], _Code]:
+            nonlocal planned
+            planned = self._planned_of_those_left(client, planned)
+            return planned, *self._send(client, planned, facts)
+
+        return self.on_those_left(client.channels, attempt, unfit=HostError)
+
+    def _planned_of_those_left(self, client: NodeClient, planned: Plan) -> Plan:
+        """The plan, and on record, without nodes whose channel is gone: they come in later as hosts that were away."""
+        left = tuple(node for node in planned.nodes if node.name in client.channels)
+        if len(left) == len(planned.nodes):
+            return planned
+        run, first = client.run, planned.nodes[0]
+        planned = Plan(planned.run_id, left)
+        if left[0].name != first.name:
+            planned = planning.hold_port(client.channels, planned)
+            self._prestarted.discard(left[0].name)  # its agent is to have the port, by its start
+        address = {key: getattr(left[0], key) for key in ("master_addr", "master_port")}
+        with run.changing():
+            if not run.is_placed:
+                run.earlier = _earlier(run, [node.name for node in left])
+            run.nodes = {node.name: {**run.nodes[node.name], **address} for node in planned.nodes}
+        return planned
+
+    def _send(
+        self, client: NodeClient, planned: Plan, facts: Mapping[str, check.Facts]
     ) -> tuple[dict[str, sync.Target], _Code]:
-        """Send kit and the code, while the agents import torch; what was sent where, to be settled later."""
         run, active = client.run, [node.name for node in planned.active]
+        facts = {name: found for name, found in facts.items() if name in client.channels}
         groups = check.one_per_folder(facts)
         firsts = {name: client.channels[name] for name in groups}
         with self.phases.phase("sync") as said:
@@ -224,18 +300,28 @@ class _Starting:
                 {name: facts[name].workdir for name in groups},
                 timeout_s=SYNC_TIMEOUT_S,
             )
+            anew = [name for name in active if name not in self._prestarted]
             # Agents that the last stop did not reach: of a node out of reach, or of a task that Slurm was still ending.
             if self._goes_on:
-                _on_nodes(active, lambda name: client.stop(name, for_good=False))
+                _on_nodes(anew, lambda name: client.stop(name, for_good=False))
             # From here the agents import torch, which takes longer than an unchanged tree.
-            _on_nodes(active, lambda name: client.prestart(name, self._secrets))
+            _on_nodes(anew, lambda name: self._prestart(client, name))
             if self._reading is None:
                 said.append("in the shared folder")
-                return {}, _Code(run.code_digest, run.left_out)
-            tree, left_out = self._reading.result()
-            targets, digest = _send(tree, firsts, facts, run.run_id, self._options)
-            said += [f"{count(tree.num_files, 'file')}, {size_text(tree.size_bytes)}", *left_out.said()]
-            return targets, _Code(digest, left_out.to_dict())
+                targets: dict[str, sync.Target] = {}
+                code = _Code(run.code_digest, run.left_out)
+            else:
+                tree, left_out = self._reading.result()
+                targets, digest = _send(tree, firsts, facts, run.run_id, self._options)
+                said += [f"{count(tree.num_files, 'file')}, {size_text(tree.size_bytes)}", *left_out.said()]
+                code = _Code(digest, left_out.to_dict())
+            # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
+            _on_nodes(list(run.nodes), lambda name: client.fence(name, run.generation))
+            return targets, code
+
+    def _prestart(self, client: NodeClient, name: str) -> None:
+        client.prestart(name, self._secrets)
+        self._prestarted.add(name)
 
     def start_agents(self, client: NodeClient, planned: Plan, code: _Code) -> None:
         """Give the agents their go, and wait until workers run on every node."""
@@ -249,20 +335,23 @@ class _Starting:
         )
         waits_for = f"torch to be imported on {count(len(active), 'node')}, and for the nodes to meet"
         with self.phases.phase("start", waits_for=waits_for) as said:
-            # What an earlier generation left, on a node that could not be reached when it was stopped, has no say.
-            _on_nodes(list(run.nodes), lambda name: client.fence(name, run.generation))
             with run.changing():
                 _refuse_stopped(run)
                 run.judgement = state.to_dict()  # who votes, before any of them begins
                 run.code_digest, run.left_out = code.digest, code.left_out
-            _on_nodes(
-                active, lambda name: client.start(name, state, state.port if name == state.host else None)
+            told = on_all(
+                {name: name for name in active},
+                lambda name: client.start(name, state, state.port if name == state.host else None),
             )
+            # One of these may have heard it all the same: it has a vote, and the supervisor looks after it.
+            unsure = {name: each for name, each in told.items() if isinstance(each, HostError)}
+            going, least = [name for name in active if name not in unsure], self._inventory.nodes.min
+            is_enough = active[0] in going and len(going) >= least and state.may_train(going)
+            all_or_raise({name: told[name] for name in going} if is_enough else told)
             with run.changing():
                 _refuse_stopped(run)  # it came before the go of some, or between the gos
                 run.state = "running"
-            least = self._inventory.nodes.min
-            without = _wait_started(client, active, least=least, say=self.phases.say)
+            without = {**unsure, **_wait_started(client, going, least=least, say=self.phases.say)}
             world_size = sum(node.nproc_per_node for node in planned.active if node.name not in without)
             said.append(f"{count(len(active) - len(without), 'node')}, world size {world_size}")
             said += [f"without {error}" for error in without.values()]
