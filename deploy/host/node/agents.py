@@ -55,6 +55,7 @@ def prestart(
     if alive:
         error = RuntimeError("an agent of this run is alive already (pid %d)" % alive)
         raise errors.with_cure(error, "stop it with kit down")
+    _end_waiting(node_dir)
     full = environment(kit_dir, env)
     if env_file:
         found = files.load(env_file)
@@ -84,6 +85,11 @@ def prestart(
             if node_dir in _started:
                 _started[node_dir].stdin.close()
             _started[node_dir] = _Started(agent, agent.stdin, fds, log_from)
+        try:
+            record = json.dumps(_record(agent.pid, log_from)).encode()
+            files.write_private(os.path.join(node_dir, "waiting.json"), record)
+        except OSError:
+            pass  # the disk is full: `start`, which must write, tells
     finally:
         os.close(log)
     return {"pid": agent.pid}
@@ -153,12 +159,7 @@ def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called
             current_status.of(node_dir).write(
                 {"run": before["run"], "node": before["node"], "time": time.time()}
             )
-        record: AgentRecord = {
-            "pid": agent.pid,
-            "start_time": processes.start_time(agent.pid),
-            "boot_id": processes.boot_id(),
-            "log_from": log_from,
-        }
+        record = _record(agent.pid, log_from)
         files.write_private(os.path.join(node_dir, "agent.json"), json.dumps(record).encode())
     try:
         stdin.write(b"go\n")
@@ -167,6 +168,22 @@ def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called
         last_words = files.tail(os.path.join(node_dir, "agent.log"), since=log_from)
         raise RuntimeError("the agent ended before it could start: " + last_words) from None
     return record
+
+
+def _record(pid: int, log_from: int) -> AgentRecord:
+    start_time, boot_id = processes.start_time(pid), processes.boot_id()
+    return {"pid": pid, "start_time": start_time, "boot_id": boot_id, "log_from": log_from}
+
+
+def _end_waiting(node_dir: str) -> None:
+    """End an agent that was never given its go, and that another server has started.
+
+    Where the connection to that server was cut, this host may not notice for hours; until then neither of them ends.
+    """
+    with fence.locked(node_dir):
+        waiting: Optional[AgentRecord] = files.load(os.path.join(node_dir, "waiting.json"))
+        if waiting and waiting != status.agent_record(node_dir) and status.pid_if_alive(waiting):
+            processes.send(-waiting["pid"], signal.SIGKILL)
 
 
 def join(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> NodeStatus:
@@ -205,6 +222,8 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
     if started:
         killed = _end_without_spec(started.process, 0.0 if force else grace_s)
         return {"was": "not running", "killed": killed}
+    if os.path.isdir(node_dir):
+        _end_waiting(node_dir)
     if record is None or status.pid_if_alive(record) is None:
         _kill_workers(node_dir)  # the agent was killed and a worker may have outlived it
         if for_good:

@@ -72,6 +72,28 @@ def test_an_agent_whose_imports_go_on_is_killed_when_it_gets_no_spec(tmp_path: P
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("by", ["stop", "prestart"])
+def test_an_agent_that_waits_for_a_server_that_was_cut_off_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Its host may not notice for hours that nobody can give it its go any more."""
+    (tmp_path / "python").write_text("#!/bin/sh\nsleep 300 &\nwait\n")
+    (tmp_path / "python").chmod(0o700)
+    args = (str(tmp_path / "n0"), str(tmp_path / "python"), "/none", {})
+    first = agents.prestart(*args)["pid"]
+    with agents._started[args[0]].process as waiting:
+        monkeypatch.setattr(agents, "_started", {})  # those of another connection
+        if by == "prestart":
+            agents.prestart(*args)
+            assert waiting.wait(10) == -signal.SIGKILL
+        assert agents.stop(args[0], grace_s=0.1) == {"was": "not running", "killed": by == "prestart"}
+        assert waiting.wait(10) == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while any(each.group == first and not each.has_ended for each in processes.all_of_them().values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_agent_that_takes_the_place_of_the_one_that_ends_keeps_its_ranks(
     tmp_path: Path, worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
