@@ -34,6 +34,9 @@ START_TIMEOUT_S = 10.0
 ENDS_S = 5.0  # for a local process to end by itself
 LAST_WORDS_S = 2.0  # of a process that takes no more, until it ends
 CALL_TIMEOUT_S = 30.0  # for calls that need no time limit of their own
+STILL_THERE_S = (
+    60.0  # a longer call asks so often whether the host still answers: of one that hangs, the kernel does
+)
 LOST_AFTER_S = (
     15.0  # a called host answers, or says something, sooner; this long without a word, the channel is lost
 )
@@ -278,7 +281,7 @@ class HostChannel:
             self._to_write.put(json.dumps({"id": number, "op": op, "args": args}).encode() + b"\n")
             while True:
                 try:
-                    message = waiter.get(timeout=silence_s)
+                    message = self._next(waiter, silence_s)
                 except queue.Empty:
                     raise ChannelLost(self.host, f"no answer within {silence_s:.0f} s") from None
                 if "lost" in message:
@@ -295,6 +298,21 @@ class HostChannel:
             del self._waiting[number]
             # What it was called with, and what was said, may hold secrets.
             _LOG.debug("%s: %s: %.0f ms%s", self.host, op, (time.monotonic() - began) * 1000, outcome)
+
+    def _next(self, waiter: queue.Queue[dict[str, Any]], silence_s: float) -> dict[str, Any]:
+        """What a call hears next; while it waits for long, the host is asked whether it is still there.
+
+        Raises:
+            queue.Empty: nothing within `silence_s`.
+            ChannelLost: it does not answer, or the connection is gone.
+        """
+        while silence_s > STILL_THERE_S:
+            with contextlib.suppress(queue.Empty):
+                return waiter.get(timeout=STILL_THERE_S)
+            began = time.monotonic()
+            self.call("processes.boot_id", timeout_s=STILL_THERE_S)
+            silence_s -= STILL_THERE_S + time.monotonic() - began
+        return waiter.get(timeout=max(0.0, silence_s))
 
     def close(self) -> None:
         """End the server on the host and the connection; agents it started live on."""

@@ -96,7 +96,10 @@ def start(
         planned, targets, code = starting.send(client, planned, facts)
         starting.start_agents(client, planned, code)
         # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
-        (sync.finish_caching if options.detach else sync.begin_caching)(targets, timeout_s=SYNC_TIMEOUT_S)
+        if options.detach:
+            sync.finish_caching(targets, timeout_s=SYNC_TIMEOUT_S)
+        else:
+            sync.begin_caching(targets)
         interrupts.hold()
     except BaseException as error:
         is_over = stopping.undo(client, error, interrupts, starting.phases.say)

@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from nodekit.deploy.connect.channel import RemoteError, all_or_raise, on_all
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, RemoteError, all_or_raise, on_all
 from nodekit.deploy.host.code import tree as host
 from nodekit.deploy.sync.listing import Entry, Tree, list_code
 from nodekit.deploy.sync.progress import Progress, progress_bars
@@ -237,14 +237,16 @@ def _told(error: RemoteError, target: Target) -> HostError:
     return error
 
 
-def begin_caching(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
+def begin_caching(targets: Mapping[str, Target]) -> dict[str, Any]:
     """Let each host complete its cache in the background, which `send` postpones.
 
     Without it the next sync does that first.
     """
     return on_all(
         targets,
-        lambda target: target.channel.call("tree.begin_caching", timeout_s=timeout_s, cache=target.cache),
+        lambda target: target.channel.call(
+            "tree.begin_caching", timeout_s=CALL_TIMEOUT_S, cache=target.cache
+        ),
     )
 
 

@@ -235,6 +235,22 @@ def test_what_takes_too_long_is_not_waited_for(channel: HostChannel, tmp_path: P
     assert channel.call("hold_port", timeout_s=30, address="127.0.0.1")  # and the channel lives on
 
 
+def test_a_long_call_does_not_wait_for_a_host_that_hangs(
+    channel: HostChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel keeps the connection open, for as long as an hour of sync; one that works on is waited for."""
+    sleep = {"argv": ["sleep", "1"], "limit_s": 20.0}
+    monkeypatch.setattr("nodekit.deploy.connect.channel.STILL_THERE_S", 0.4)
+    assert channel.call("execute", timeout_s=60, **sleep)["status"] == 0
+    pid = channel.call("execute", timeout_s=30, argv=["sh", "-c", "echo $PPID"], limit_s=20.0)["out"]
+    os.kill(int(pid), signal.SIGSTOP)
+    try:
+        with pytest.raises(ChannelLost, match="no answer"):
+            channel.call("execute", timeout_s=60, **sleep)
+    finally:
+        os.kill(int(pid), signal.SIGCONT)
+
+
 def test_calls_run_side_by_side(channel: HostChannel, tmp_path: Path) -> None:
     calls: dict[str, dict[str, Any]] = {
         "blocked": blocked(tmp_path),

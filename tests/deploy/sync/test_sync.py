@@ -580,7 +580,7 @@ def test_two_syncs_at_once_take_turns(code: Path, tmp_path: Path, open_way: Open
 
     def send(target: sync.Target) -> None:
         results.append(sync.send(tree, {"gpu1": target}, timeout_s=20)["gpu1"])
-        sync.begin_caching({"gpu1": target}, timeout_s=20)  # until then it has its turn
+        sync.begin_caching({"gpu1": target})  # until then it has its turn
 
     threads = [threading.Thread(target=send, args=(target,)) for target in targets]
     for thread in threads:
