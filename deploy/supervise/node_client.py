@@ -11,7 +11,7 @@ from typing import Any
 
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, all_or_raise, on_all
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, RemoteError, all_or_raise, on_all
 from nodekit.deploy.host.files import make_private
 from nodekit.deploy.host.node import agents
 from nodekit.deploy.host.schema import NodeStatus
@@ -155,14 +155,19 @@ class NodeClient:
         port = None
         if name == state.host:
             port = int(self._call(name, "hold_port", address=self.node(name).local_addr))
-        self.prestart(name, secrets_of(self.inventory))
-        if code is not None:
-            self._send_code(name, code, facts[name])
-        if self.run.stopped_by:
-            raise HostError(name, "the run is being stopped")
-        self._refuse_over(name)  # a start takes long
-        called = dataclasses.replace(state, port=port or state.port)
-        self.start(name, called, port, joins=True, stands_by=stands_by())
+        try:
+            self.prestart(name, secrets_of(self.inventory))
+            if code is not None:
+                self._send_code(name, code, facts[name])
+            if self.run.stopped_by:
+                raise HostError(name, "the run is being stopped")
+            self._refuse_over(name)  # a start takes long
+            called = dataclasses.replace(state, port=port or state.port)
+            self.start(name, called, port, joins=True, stands_by=stands_by())
+        except RemoteError:
+            # An earlier request, given up while the host was silent, may have come through: the node has its agent.
+            if not self.status(name)["alive"]:
+                raise
 
     def _refuse_over(self, name: str) -> None:
         if not self.run.as_recorded().is_still(self._started):

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_nodes import NAMES, FakeChannel, Nodes
+from fake_nodes import NAMES, STATUS, FakeChannel, Nodes
 from test_plan import facts
 
+from nodekit.deploy.connect.channel import RemoteError
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.check import Interface
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
@@ -133,6 +134,21 @@ def test_an_agent_that_the_stop_before_a_resume_did_not_reach_is_ended(nodes: No
     start_anew(nodes, "c", is_new=True)
     start_anew(nodes, "b", is_new=False)
     assert len(nodes.of("stop")) == 1
+
+
+@pytest.mark.parametrize("op", ["prestart", "start"])
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_node_that_an_earlier_request_has_started_meanwhile_is_not_told_of_as_not_started(
+    nodes: Nodes, op: str, *, alive: bool
+) -> None:
+    """It was given up while its host was silent, and came through; the agent that there is goes on."""
+
+    def refuse(host: str, args: dict[str, Any]) -> None:
+        raise RemoteError(host, {"type": "RuntimeError", "message": "one is alive already", "traceback": ""})
+
+    nodes.answers |= {op: refuse, "status": lambda *_: {**STATUS, "alive": alive}}
+    with contextlib.nullcontext() if alive else pytest.raises(RemoteError, match="alive already"):
+        start_anew(nodes, "c", is_new=True)
 
 
 def test_a_node_that_cannot_be_recorded_is_not_started(nodes: Nodes) -> None:
