@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -94,7 +94,8 @@ def start(
     try:
         interrupts.once()
         planned, targets, code = starting.send(client, planned, facts)
-        starting.start_agents(client, planned, code)
+        without = starting.start_agents(client, planned, code)
+        targets = {name: target for name, target in targets.items() if name not in without}
         # The copying that the sync put off: only who stays to watch has the time to let it run beside the job.
         if options.detach:
             sync.finish_caching(targets, timeout_s=SYNC_TIMEOUT_S)
@@ -326,8 +327,8 @@ class _Starting:
         client.prestart(name, self._secrets)
         self._prestarted.add(name)
 
-    def start_agents(self, client: NodeClient, planned: Plan, code: _Code) -> None:
-        """Give the agents their go, and wait until workers run on every node."""
+    def start_agents(self, client: NodeClient, planned: Plan, code: _Code) -> Collection[str]:
+        """Give the agents their go, and wait until workers run on every node; the nodes that the job begins without."""
         run, active = client.run, [node.name for node in planned.active]
         state = policy.begin(
             Rules.of(self._inventory),
@@ -360,6 +361,7 @@ class _Starting:
             said += [f"without {error}" for error in without.values()]
             if len(active) < len(client.channels):
                 said.append(count(len(client.channels) - len(active), "spare"))
+        return without
 
 
 def _refuse_stopped(run: Run) -> None:
