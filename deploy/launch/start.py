@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from nodekit.deploy.connect import cluster
@@ -349,15 +350,15 @@ class _Starting:
             )
             # One of these may have heard it all the same: it has a vote, and the supervisor looks after it.
             unsure = {name: each for name, each in told.items() if isinstance(each, HostError)}
-            going, least = [name for name in active if name not in unsure], self._inventory.nodes.min
-            is_enough = active[0] in going and len(going) >= least and state.may_train(going)
-            all_or_raise({name: told[name] for name in going} if is_enough else told)
+            all_or_raise({name: each for name, each in told.items() if name not in unsure})
             with run.changing():
                 _refuse_stopped(run)  # it came before the go of some, or between the gos
                 run.state = "running"
-            without = {**unsure, **_wait_started(client, going, least=least, say=self.phases.say)}
+            least = self._inventory.nodes.min
+            without = _wait_started(client, active, least=least, say=self.phases.say, lost=unsure)
             world_size = sum(node.nproc_per_node for node in planned.active if node.name not in without)
-            said.append(f"{count(len(active) - len(without), 'node')}, world size {world_size}")
+            going = f"{count(len(active) - len(without), 'node')}, world size {world_size}"
+            said.append(going if world_size else "none trains yet")
             said += [f"without {error}" for error in without.values()]
             if len(active) < len(client.channels):
                 said.append(count(len(client.channels) - len(active), "spare"))
@@ -481,22 +482,35 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
 
 
 def _wait_started(
-    client: NodeClient, nodes: Sequence[str], *, least: int, say: Callable[[str], object]
+    client: NodeClient,
+    nodes: Sequence[str],
+    *,
+    least: int,
+    say: Callable[[str], object],
+    lost: Mapping[str, KitError] = MappingProxyType({}),
 ) -> dict[str, KitError]:
     """Wait until workers run (or a node has more to say than that); the nodes that the job begins without, and why.
 
-    That a node is lost meanwhile, or cannot reach those that train, is no reason to stop these.
+    That a node is lost meanwhile, or cannot reach those that train, is no reason to stop these. Where it is the
+    rendezvous host, or half of all, the supervisor has another generation begin on those that are left.
+
+    Args:
+        client: what acts on the nodes.
+        nodes: those that have a vote, the rendezvous host first.
+        least: how few of them will do.
+        say: what the user is told.
+        lost: those that may not have heard their go, and why.
 
     Raises:
-        HostError: an agent ended at once, a host was lost, or the nodes did not find each other in time; of the first,
-            where the others meet, or of so many that fewer than `least` are left.
+        HostError: an agent ended at once, a host was lost, or the nodes did not find each other in time; of so many
+            that fewer than `least` are left, or that the others may be training together.
         KitError: the run was stopped.
     """
     deadline = time.monotonic() + STARTED_TIMEOUT_S
     is_in_vain = threading.Event()  # too few are left, and would wait for the others until the deadline
     members: set[str] = set()
     absent: dict[str, KitError] = {}
-    lost: dict[str, KitError] = {}
+    lost = dict(lost)
     states: dict[str, str] = {}
 
     def tell() -> None:
@@ -509,7 +523,8 @@ def _wait_started(
         say(f"{'start':<8} after {SLOW_S:.0f} s still waiting for {', '.join(where)}{hint}")
 
     def are_too_few() -> bool:
-        return nodes[0] in lost or len(nodes) - len(lost) < least
+        num_left = len(nodes) - len(lost)
+        return num_left < least or 2 * num_left < len(nodes)
 
     def wait(name: str) -> None:
         while not is_in_vain.is_set():
@@ -523,6 +538,9 @@ def _wait_started(
                 raise HostError(
                     name, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}"
                 )
+            if nodes[0] in lost or 2 * len(lost) == len(nodes):
+                absent[name] = HostError(name, f"waits for another generation, without {names(lost)}")
+                return
             if members and name not in members:
                 absent[name] = HostError(name, f"not yet with the others: {_NOT_REACHED}")
                 return
@@ -547,7 +565,9 @@ def _wait_started(
     late = threading.Timer(SLOW_S, tell)
     late.start()
     try:
-        found = on_all({name: name for name in nodes}, wait_or_lose)
+        if are_too_few():
+            all_or_raise(lost)
+        found = dict(lost) | on_all({name: name for name in nodes if name not in lost}, wait_or_lose)
     finally:
         late.cancel()
     if lost:

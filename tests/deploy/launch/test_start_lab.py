@@ -78,7 +78,10 @@ PHASES = {
     ("op", "lost"),
     [
         *((op, "node3") for op in PHASES),
-        *((op, "node1") for op in ("probes.probe", "hold_port", "prestart", "tree.place", "fence")),
+        *(
+            (op, "node1")
+            for op in ("probes.probe", "hold_port", "prestart", "tree.place", "fence", "start", "status")
+        ),
     ],
 )
 def test_a_start_goes_on_without_a_host_that_is_lost_and_that_comes_in_later(
@@ -103,9 +106,9 @@ def test_a_start_goes_on_without_a_host_that_is_lost_and_that_comes_in_later(
         assert done == [op]
         said = capsys.readouterr().out
         assert f"without {lost}: " in said
-        assert "2 nodes, world size 2" in said
+        assert "2 nodes, world size 2" in said or (lost == "node1" and "none trains yet" in said)
         run = find_runs.find(None).run_id
-        until(lambda: worlds(lab, run) == dict.fromkeys(left, "2"), what="training on those that are left")
+        until(lambda: worlds(lab, run) == dict.fromkeys(left, "2"), timeout_s=150, what="training without it")
         lab.revive(lost)
         until(lambda: worlds(lab, run) == dict.fromkeys(lab.hosts, "3"), timeout_s=90, what="its return")
         assert len({num_agents(kit, host) for host in lab.hosts}) == 1

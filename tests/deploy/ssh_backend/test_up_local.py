@@ -29,7 +29,7 @@ from nodekit.deploy.records import events, find_runs, locks, runs
 from nodekit.deploy.ssh_backend.backend import SshBackend
 from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.deploy.sync import sync
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import load_inventory
 
 pytestmark = pytest.mark.slow
@@ -386,9 +386,27 @@ def test_an_elastic_job_starts_without_a_node_that_is_lost_while_they_meet() -> 
     client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
     lost = start._wait_started(client, list(nodes), least=2, say=print)
     assert [str(each) for each in lost.values()] == ["c: its agent ended at once: no such module"]
-    for names, least in ((["a", "b", "c"], 3), (["c", "a", "b"], 2)):  # the others meet at the first one
-        with pytest.raises(KitError, match=r"^c: its agent ended at once"):
-            start._wait_started(client, names, least=least, say=print)
+    with pytest.raises(KitError, match=r"^c: its agent ended at once"):
+        start._wait_started(client, list(nodes), least=3, say=print)
+
+
+@pytest.mark.parametrize("when", ["before it heard its go", "later"])
+def test_a_start_that_loses_the_rendezvous_host_leaves_the_others_to_the_supervisor(when: str) -> None:
+    """It begins another generation on them; they wait for up to a minute for the host of this one."""
+    nodes: dict[str, Any] = {
+        "a": {"alive": False, "agent_log": "killed"},
+        "b": {"alive": True, "state": "rendezvous"},
+        "c": {"alive": True, "state": None},
+    }
+    told = {"a": HostError("a", "no answer within 30 s")} if when != "later" else {}
+    run = SimpleNamespace(run_id="r", stopped_by="")
+    client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
+    without = start._wait_started(client, list(nodes), least=2, say=print, lost=told)
+    assert str(without["a"]) == ("a: its agent ended at once: killed" if when == "later" else str(told["a"]))
+    assert str(without["b"]) == "b: waits for another generation, without a"
+    nodes["b"] = nodes["a"]  # those that are left could not be told from a group that trains on
+    with pytest.raises(KitError, match=r"b: its agent ended at once"):
+        start._wait_started(client, list(nodes), least=1, say=print, lost=told)
 
 
 @pytest.mark.parametrize("state", ["running", "succeeded"])
