@@ -359,7 +359,7 @@ class _Starting:
             world_size = sum(node.nproc_per_node for node in planned.active if node.name not in without)
             going = f"{count(len(active) - len(without), 'node')}, world size {world_size}"
             said.append(going if world_size else "none trains yet")
-            said += [f"without {error}" for error in without.values()]
+            said += [f"without {error}" if world_size else str(error) for error in without.values()]
             if len(active) < len(client.channels):
                 said.append(count(len(client.channels) - len(active), "spare"))
         return without
@@ -539,7 +539,7 @@ def _wait_started(
                     name, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}"
                 )
             if nodes[0] in lost or 2 * len(lost) == len(nodes):
-                absent[name] = HostError(name, f"waits for another generation, without {names(lost)}")
+                absent[name] = HostError(name, "waits for another generation to begin")
                 return
             if members and name not in members:
                 absent[name] = HostError(name, f"not yet with the others: {_NOT_REACHED}")

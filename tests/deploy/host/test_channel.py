@@ -245,7 +245,7 @@ def test_a_long_call_does_not_wait_for_a_host_that_hangs(
     pid = channel.call("execute", timeout_s=30, argv=["sh", "-c", "echo $PPID"], limit_s=20.0)["out"]
     os.kill(int(pid), signal.SIGSTOP)
     try:
-        with pytest.raises(ChannelLost, match="no answer"):
+        with pytest.raises(ChannelLost, match="no answer within 0 s"):
             channel.call("execute", timeout_s=60, **sleep)
     finally:
         os.kill(int(pid), signal.SIGCONT)

@@ -403,7 +403,7 @@ def test_a_start_that_loses_the_rendezvous_host_leaves_the_others_to_the_supervi
     client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
     without = start._wait_started(client, list(nodes), least=2, say=print, lost=told)
     assert str(without["a"]) == ("a: its agent ended at once: killed" if when == "later" else str(told["a"]))
-    assert str(without["b"]) == "b: waits for another generation, without a"
+    assert str(without["b"]) == "b: waits for another generation to begin"
     nodes["b"] = nodes["a"]  # those that are left could not be told from a group that trains on
     with pytest.raises(KitError, match=r"b: its agent ended at once"):
         start._wait_started(client, list(nodes), least=1, say=print, lost=told)
