@@ -324,9 +324,8 @@ class World:
         try:
             handle = os.open(self.progress_file, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                os.write(
-                    handle, line.encode()
-                )  # one write: a concurrent reader finds the old one or the new one
+                # One write: a concurrent reader finds the old one or the new one.
+                os.write(handle, line.encode())
             finally:
                 os.close(handle)
         except OSError:  # `Report` says so

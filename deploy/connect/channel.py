@@ -34,12 +34,10 @@ START_TIMEOUT_S = 10.0
 ENDS_S = 5.0  # for a local process to end by itself
 LAST_WORDS_S = 2.0  # of a process that takes no more, until it ends
 CALL_TIMEOUT_S = 30.0  # for calls that need no time limit of their own
-STILL_THERE_S = (
-    60.0  # a longer call asks so often whether the host still answers: of one that hangs, the kernel does
-)
-LOST_AFTER_S = (
-    15.0  # a called host answers, or says something, sooner; this long without a word, the channel is lost
-)
+# A longer call asks so often whether the host still answers: of one that hangs, the kernel does.
+STILL_THERE_S = 60.0
+# A called host answers, or says something, sooner; this long without a word, the channel is lost.
+LOST_AFTER_S = 15.0
 
 OFFERED = (
     "accept", "broken", "current_status", "errors", "files", "hostshell", "ports", "processes", "programs", "schema",

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from nodekit.deploy.connect import cluster
@@ -23,9 +22,10 @@ from nodekit.deploy.connect.channel import (
 from nodekit.deploy.host.schema import VERSION
 from nodekit.deploy.launch import broken_hosts, planning, stopping
 from nodekit.deploy.launch.options import Options
+from nodekit.deploy.launch.started import wait_started
 from nodekit.deploy.output.interrupts import Interrupts, NothingLeft
 from nodekit.deploy.output.phases import Phases
-from nodekit.deploy.output.wording import count, names, size_text
+from nodekit.deploy.output.wording import count, size_text
 from nodekit.deploy.plan import check, plan, script
 from nodekit.deploy.plan.command import argv_of, argv_on, refuse_options
 from nodekit.deploy.plan.plan import Plan
@@ -44,13 +44,6 @@ from nodekit.inventory.load import dump
 from nodekit.inventory.schema import Environment, Inventory
 
 T = TypeVar("T")
-
-STARTED_TIMEOUT_S = 120.0
-SLOW_S = 20.0
-"""After so long it is said which nodes are waited for, and what they do; the first meeting takes up to 15 s."""
-_NOT_REACHED = (
-    "is there a firewall between them? kit check tries every pair of hosts, also with full-size packets"
-)
 
 
 def start(
@@ -341,7 +334,7 @@ class _Starting:
         waits_for = f"torch to be imported on {count(len(active), 'node')}, and for the nodes to meet"
         with self.phases.phase("start", waits_for=waits_for) as said:
             with run.changing():
-                _refuse_stopped(run)
+                stopping.refuse_stopped(run)
                 run.judgement = state.to_dict()  # who votes, before any of them begins
                 run.code_digest, run.left_out = code.digest, code.left_out
             told = on_all(
@@ -352,10 +345,10 @@ class _Starting:
             unsure = {name: each for name, each in told.items() if isinstance(each, HostError)}
             all_or_raise({name: each for name, each in told.items() if name not in unsure})
             with run.changing():
-                _refuse_stopped(run)  # it came before the go of some, or between the gos
+                stopping.refuse_stopped(run)  # it came before the go of some, or between the gos
                 run.state = "running"
             least = self._inventory.nodes.min
-            without = _wait_started(client, active, least=least, say=self.phases.say, lost=unsure)
+            without = wait_started(client, active, least=least, say=self.phases.say, lost=unsure)
             world_size = sum(node.nproc_per_node for node in planned.active if node.name not in without)
             going = f"{count(len(active) - len(without), 'node')}, world size {world_size}"
             said.append(going if world_size else "none trains yet")
@@ -363,14 +356,6 @@ class _Starting:
             if len(active) < len(client.channels):
                 said.append(count(len(client.channels) - len(active), "spare"))
         return without
-
-
-def _refuse_stopped(run: Run) -> None:
-    """Raise KitError where somebody has stopped a run while it is being started: its end is on record, and was told."""
-    if by := run.stopped_by:
-        raise KitError(
-            f"{run.run_id} was stopped while it was being started, by {by}", cure="kit up starts it"
-        )
 
 
 def _on_nodes(names: Sequence[str], function: Callable[[str], Any]) -> None:
@@ -479,98 +464,3 @@ def _checked(facts: Mapping[str, check.Facts], planned: Plan) -> str:
     num_gpus = sum(len(node.gpus) for node in planned.nodes)
     interfaces = " ".join(dict.fromkeys(node.interface for node in planned.nodes))
     return f"torch {first.torch}; {f'{num_gpus} GPUs, nccl' if num_gpus else 'CPU, gloo'}; over {interfaces}"
-
-
-def _wait_started(
-    client: NodeClient,
-    nodes: Sequence[str],
-    *,
-    least: int,
-    say: Callable[[str], object],
-    lost: Mapping[str, KitError] = MappingProxyType({}),
-) -> dict[str, KitError]:
-    """Wait until workers run (or a node has more to say than that); the nodes that the job begins without, and why.
-
-    That a node is lost meanwhile, or cannot reach those that train, is no reason to stop these. Where it is the
-    rendezvous host, or half of all, the supervisor has another generation begin on those that are left.
-
-    Args:
-        client: what acts on the nodes.
-        nodes: those that have a vote, the rendezvous host first.
-        least: how few of them will do.
-        say: what the user is told.
-        lost: those that may not have heard their go, and why.
-
-    Raises:
-        HostError: an agent ended at once, a host was lost, or the nodes did not find each other in time; of so many
-            that fewer than `least` are left, or that the others may be training together.
-        KitError: the run was stopped.
-    """
-    deadline = time.monotonic() + STARTED_TIMEOUT_S
-    is_in_vain = threading.Event()  # too few are left, and would wait for the others until the deadline
-    members: set[str] = set()
-    absent: dict[str, KitError] = {}
-    lost = dict(lost)
-    states: dict[str, str] = {}
-
-    def tell() -> None:
-        found: dict[str, list[str]] = {}
-        for name in nodes:
-            if state := states.get(name):
-                found.setdefault(state, []).append(name)
-        where = [f"{names(those)} ({state})" for state, those in found.items()]
-        hint = f": {_NOT_REACHED}" if found.keys() <= {"rendezvous", "orphaned"} else ""
-        say(f"{'start':<8} after {SLOW_S:.0f} s still waiting for {', '.join(where)}{hint}")
-
-    def are_too_few() -> bool:
-        num_left = len(nodes) - len(lost)
-        return num_left < least or 2 * num_left < len(nodes)
-
-    def wait(name: str) -> None:
-        while not is_in_vain.is_set():
-            status = client.status(name)
-            states[name] = status.get("state") or "starting"
-            if states[name] in ("running", "waiting", *runs.ENDED):
-                del states[name]
-                members.update(status.get("members", ()), [name] if status["state"] == "succeeded" else [])
-                return
-            if not status["alive"]:
-                raise HostError(
-                    name, f"its agent ended at once: {status['agent_log'].strip() or 'was it stopped?'}"
-                )
-            if nodes[0] in lost or 2 * len(lost) == len(nodes):
-                absent[name] = HostError(name, "waits for another generation to begin")
-                return
-            if members and name not in members:
-                absent[name] = HostError(name, f"not yet with the others: {_NOT_REACHED}")
-                return
-            if time.monotonic() > deadline:
-                raise HostError(
-                    name,
-                    f"still {status.get('state', 'starting')} after {STARTED_TIMEOUT_S:.0f} s: the nodes do "
-                    "not reach each other",
-                    cure=_NOT_REACHED,
-                )
-            time.sleep(0.05)
-
-    def wait_or_lose(name: str) -> None:
-        try:
-            wait(name)
-        except KitError as error:
-            lost[name] = error
-            if are_too_few() and time.monotonic() < deadline:
-                is_in_vain.set()
-            raise
-
-    late = threading.Timer(SLOW_S, tell)
-    late.start()
-    try:
-        if are_too_few():
-            all_or_raise(lost)
-        found = dict(lost) | on_all({name: name for name in nodes if name not in lost}, wait_or_lose)
-    finally:
-        late.cancel()
-    if lost:
-        _refuse_stopped(client.run)  # that is why an agent has ended
-    all_or_raise(found if are_too_few() else {name: found[name] for name in nodes if name not in lost})
-    return {name: each for name in nodes if (each := lost.get(name) or absent.get(name))}

@@ -146,3 +146,11 @@ def _cause(error: BaseException) -> dict[str, str]:
     what = str(first.problem._replace(cure=""))
     what = f"{first.host}: {what}" if isinstance(first, HostError) else what
     return {"name": "did-not-start", "what": what, "cure": first.problem.cure}
+
+
+def refuse_stopped(run: Run) -> None:
+    """Raise KitError where somebody has stopped a run while it is being started: its end is on record, and was told."""
+    if by := run.stopped_by:
+        raise KitError(
+            f"{run.run_id} was stopped while it was being started, by {by}", cure="kit up starts it"
+        )

@@ -100,9 +100,8 @@ class Report:
         for each in (self._bar, self._curves, self._metrics, self._progress):
             if each is not None:
                 each.close()
-        self._progress = (
-            None  # a rank that fails may still wait for its snapshot, and report that it is alive
-        )
+        # A rank that fails may still wait for its snapshot, and report that it is alive.
+        self._progress = None
         if self._tracker is not None:
             self._tracker.close(is_trained=self._is_trained)
 

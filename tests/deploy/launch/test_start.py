@@ -10,7 +10,7 @@ import pytest
 from fake_nodes import STATUS, Nodes, facts
 
 from nodekit.deploy.connect.channel import ChannelLost
-from nodekit.deploy.launch import start
+from nodekit.deploy.launch import start, started
 from nodekit.deploy.launch.options import Options
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.sync import SyncResult
@@ -50,9 +50,9 @@ def test_a_start_ends_with_the_node_that_is_lost_and_not_with_those_that_wait_fo
         return {**STATUS, "state": "rendezvous", **(found if host == "b" else {})}
 
     nodes.answers["status"] = status
-    monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(started, "STARTED_TIMEOUT_S", 5.0)
     with pytest.raises(KitError) as error:
-        start._wait_started(nodes.client, ["a", "b"], least=2, say=print)
+        started.wait_started(nodes.client, ["a", "b"], least=2, say=print)
     assert str(error.value) == said
 
 
@@ -61,9 +61,9 @@ def test_nodes_that_do_not_meet_in_time_are_said_not_to_reach_each_other(
 ) -> None:
     nodes = Nodes(tmp_path, monkeypatch)
     nodes.answers["status"] = lambda host, _: {**STATUS, "state": "running" if host == "b" else "rendezvous"}
-    monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(started, "STARTED_TIMEOUT_S", 0.1)
     with pytest.raises(KitError, match=r"^a: still rendezvous after 0 s.*firewall"):
-        start._wait_started(nodes.client, ["a", "b"], least=2, say=print)
+        started.wait_started(nodes.client, ["a", "b"], least=2, say=print)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_nodes_that_do_not_meet_in_time_are_said_not_to_reach_each_other(
     [
         ({"a": "running", "b": None}, "b (starting)"),
         ({"a": "rendezvous", "b": None}, "a (rendezvous), b (starting)"),
-        ({"a": "rendezvous", "b": "rendezvous"}, f"a, b (rendezvous): {start._NOT_REACHED}"),
+        ({"a": "rendezvous", "b": "rendezvous"}, f"a, b (rendezvous): {started.NOT_REACHED}"),
     ],
 )
 def test_a_start_that_takes_long_says_which_nodes_are_waited_for_and_what_they_do(
@@ -80,12 +80,12 @@ def test_a_start_that_takes_long_says_which_nodes_are_waited_for_and_what_they_d
     nodes = Nodes(tmp_path, monkeypatch)
     told: list[str] = []
     nodes.answers["status"] = lambda host, _: {**STATUS, "state": "running" if told else states[host]}
-    monkeypatch.setattr(start, "SLOW_S", 0.3)
-    assert start._wait_started(nodes.client, ["a", "b"], least=2, say=told.append) == {}
+    monkeypatch.setattr(started, "SLOW_S", 0.3)
+    assert started.wait_started(nodes.client, ["a", "b"], least=2, say=told.append) == {}
     assert told == [f"start    after 0 s still waiting for {said}"]
 
 
-NOT_YET = f"b: not yet with the others: {start._NOT_REACHED}"
+NOT_YET = f"b: not yet with the others: {started.NOT_REACHED}"
 
 
 @pytest.mark.parametrize(
@@ -103,23 +103,23 @@ NOT_YET = f"b: not yet with the others: {start._NOT_REACHED}"
 def test_a_start_goes_on_without_a_node_where_enough_are_left_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, dict[str, Any]], without: str
 ) -> None:
-    monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(started, "STARTED_TIMEOUT_S", 5.0)
     nodes = Nodes(tmp_path, monkeypatch)
     nodes.answers["status"] = lambda host, _: {**STATUS, "agent_log": "", **found.get(host, {})}
-    told = start._wait_started(nodes.client, ["a", "b"], least=1, say=print)
+    told = started.wait_started(nodes.client, ["a", "b"], least=1, say=print)
     assert {name: str(error) for name, error in told.items()} == {"b": without}
 
 
 def test_a_node_that_the_others_have_met_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(started, "STARTED_TIMEOUT_S", 5.0)
     nodes, states = Nodes(tmp_path, monkeypatch), ["rendezvous"] * 3
     nodes.answers["status"] = lambda host, _: {
         **STATUS,
         "state": states.pop() if host == "b" and states else "running",
     }
-    assert start._wait_started(nodes.client, ["a", "b"], least=1, say=print) == {}
+    assert started.wait_started(nodes.client, ["a", "b"], least=1, say=print) == {}
     assert states == []
 
 
@@ -134,7 +134,7 @@ def test_a_start_ends_with_the_rendezvous_host_also_where_enough_others_are_left
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, said: str
 ) -> None:
     """That somebody has stopped the run is the reason then, and no fault of the host."""
-    monkeypatch.setattr(start, "STARTED_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(started, "STARTED_TIMEOUT_S", 5.0)
     nodes = Nodes(tmp_path, monkeypatch)
 
     def status(host: str, _: Any) -> dict[str, Any]:
@@ -144,5 +144,5 @@ def test_a_start_ends_with_the_rendezvous_host_also_where_enough_others_are_left
 
     nodes.answers["status"] = status
     with pytest.raises(KitError) as error:
-        start._wait_started(nodes.client, ["a", "b"], least=1, say=print)
+        started.wait_started(nodes.client, ["a", "b"], least=1, say=print)
     assert str(error.value) == said

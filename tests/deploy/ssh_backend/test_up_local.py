@@ -23,7 +23,7 @@ from kit_runs import Kit, run_id
 from nodekit.deploy.commands import cli
 from nodekit.deploy.host.node import status
 from nodekit.deploy.host.schema import NodeStatus
-from nodekit.deploy.launch import start, watch
+from nodekit.deploy.launch import start, started, watch
 from nodekit.deploy.launch.options import Options, StopOptions
 from nodekit.deploy.records import events, find_runs, locks, runs
 from nodekit.deploy.ssh_backend.backend import SshBackend
@@ -326,7 +326,7 @@ def test_ctrl_c_while_a_run_starts_stops_what_has_started_and_again_kills_it(
     local: Kit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (local.folder / "job.py").write_text(FOREVER)
-    wait_started, stop_all = start._wait_started, NodeClient.stop_all
+    wait_started, stop_all = started.wait_started, NodeClient.stop_all
     asked: list[bool] = []
 
     def interrupted(*args: Any, **more: Any) -> None:
@@ -340,7 +340,7 @@ def test_ctrl_c_while_a_run_starts_stops_what_has_started_and_again_kills_it(
         return stop_all(client, grace_s=grace_s, force=force)
 
     monkeypatch.chdir(local.folder)
-    monkeypatch.setattr(start, "_wait_started", interrupted)
+    monkeypatch.setattr(start, "wait_started", interrupted)
     monkeypatch.setattr(NodeClient, "stop_all", interrupted_again)
     assert cli.main(["up", "two nodes.yaml", "--", "job.py"]) == 130
 
@@ -361,19 +361,19 @@ def test_an_agent_that_ends_at_once_is_told_of_at_once_though_the_others_wait_fo
     client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
     began = time.monotonic()
     with pytest.raises(KitError) as error:
-        start._wait_started(client, list(nodes), least=2, say=print)
+        started.wait_started(client, list(nodes), least=2, say=print)
     assert (str(error.value), len(error.value.errors)) == ("a: its agent ended at once: no such module", 1)
-    assert time.monotonic() - began < start.STARTED_TIMEOUT_S / 2
+    assert time.monotonic() - began < started.STARTED_TIMEOUT_S / 2
     nodes["a"] = nodes["b"]
     with monkeypatch.context() as patched:
-        patched.setattr(start, "STARTED_TIMEOUT_S", 0.0)
+        patched.setattr(started, "STARTED_TIMEOUT_S", 0.0)
         with pytest.raises(KitError, match="still rendezvous") as error:
-            start._wait_started(client, list(nodes), least=2, say=print)
+            started.wait_started(client, list(nodes), least=2, say=print)
     assert "kit check tries every pair of hosts" in error.value.errors[0].problem.cure
     nodes["a"] = {"alive": False, "agent_log": ""}
     run.stopped_by = "kit down"
     with pytest.raises(KitError, match="r was stopped while it was being started, by kit down"):
-        start._wait_started(client, list(nodes), least=2, say=print)
+        started.wait_started(client, list(nodes), least=2, say=print)
 
 
 def test_an_elastic_job_starts_without_a_node_that_is_lost_while_they_meet() -> None:
@@ -384,10 +384,10 @@ def test_an_elastic_job_starts_without_a_node_that_is_lost_while_they_meet() -> 
     }
     run = SimpleNamespace(run_id="r", stopped_by="")
     client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
-    lost = start._wait_started(client, list(nodes), least=2, say=print)
+    lost = started.wait_started(client, list(nodes), least=2, say=print)
     assert [str(each) for each in lost.values()] == ["c: its agent ended at once: no such module"]
     with pytest.raises(KitError, match=r"^c: its agent ended at once"):
-        start._wait_started(client, list(nodes), least=3, say=print)
+        started.wait_started(client, list(nodes), least=3, say=print)
 
 
 @pytest.mark.parametrize("when", ["before it heard its go", "later"])
@@ -401,12 +401,12 @@ def test_a_start_that_loses_the_rendezvous_host_leaves_the_others_to_the_supervi
     told = {"a": HostError("a", "no answer within 30 s")} if when != "later" else {}
     run = SimpleNamespace(run_id="r", stopped_by="")
     client = cast(NodeClient, SimpleNamespace(status=nodes.get, run=run))
-    without = start._wait_started(client, list(nodes), least=2, say=print, lost=told)
+    without = started.wait_started(client, list(nodes), least=2, say=print, lost=told)
     assert str(without["a"]) == ("a: its agent ended at once: killed" if when == "later" else str(told["a"]))
     assert str(without["b"]) == "b: waits for another generation to begin"
     nodes["b"] = nodes["a"]  # those that are left could not be told from a group that trains on
     with pytest.raises(KitError, match=r"b: its agent ended at once"):
-        start._wait_started(client, list(nodes), least=1, say=print, lost=told)
+        started.wait_started(client, list(nodes), least=1, say=print, lost=told)
 
 
 @pytest.mark.parametrize("state", ["running", "succeeded"])
@@ -421,9 +421,9 @@ def test_nodes_that_train_are_not_stopped_for_one_that_cannot_reach_them(state: 
         NodeClient, SimpleNamespace(status=nodes.get, run=SimpleNamespace(run_id="r", stopped_by=""))
     )
     began = time.monotonic()
-    without = start._wait_started(client, list(nodes), least=2, say=print)
-    assert [str(each) for each in without.values()] == [f"c: not yet with the others: {start._NOT_REACHED}"]
-    assert time.monotonic() - began < start.STARTED_TIMEOUT_S / 2
+    without = started.wait_started(client, list(nodes), least=2, say=print)
+    assert [str(each) for each in without.values()] == [f"c: not yet with the others: {started.NOT_REACHED}"]
+    assert time.monotonic() - began < started.STARTED_TIMEOUT_S / 2
 
 
 # It ends when the other one has begun, too: who begins late would be ended before it has said so.
