@@ -5,7 +5,6 @@ unless half of a message has gone through it: whoever waits for the other half i
 gloo/transport/tcp/pair.cc leaves out the message that is being read or written), and only `is_deaf` finds that out.
 """
 
-import fcntl
 import functools
 import linecache
 import math
@@ -14,7 +13,6 @@ import re
 import socket
 import stat
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +97,11 @@ def let_arrive() -> None:
 
 def _are_unread() -> bool:
     """Whether a connection that is remembered has something that nobody has read."""
+    if not _opened:
+        return False
+    import fcntl  # neither of these is on Windows, where none is remembered
+    import termios
+
     unread = bytearray(4)
     for descriptor, inode in tuple(_opened):
         with suppress(OSError):
