@@ -45,6 +45,7 @@ from nodekit.deploy.supervise.state import (
 )
 from nodekit.deploy.supervise.turn import ASK_AGAIN_S, START_AGAIN_S, Turn
 
+STALE_S = 10.0  # for a node's peers to find that it is lost
 LAST_WORDS_S = 3.0  # after the job has ended on a node, how long the others may still tell how it did on them
 GRANT_S = 5.0
 STRAY_S = 20.0  # between reminders of where the rendezvous is
@@ -98,6 +99,9 @@ def _take_note(turn: Turn) -> None:
     for name in turn.rules.nodes:
         old, each = turn.known[name], turn.seen[name]
         here = name in turn.here
+        if here and name not in turn.own and not old.present and old.failures:
+            # Peers that are heard a moment after its loss may still name it among those they train with.
+            here = turn.now - old.failures[-1] > STALE_S
         gone = not here and (each.reachable or bool(turn.rounds))
         is_other = bool(each.agent) and each.agent != old.agent
         lost = old.present and gone

@@ -128,6 +128,16 @@ def test_a_spare_comes_in_for_a_node_its_peers_train_without() -> None:
     assert len(story.state.known["c"].failures) == 1
 
 
+def test_a_loss_counts_once_though_peers_that_are_heard_later_still_name_the_node() -> None:
+    """It came in, and was lost, between two looks at the others."""
+    story = Story().all_run(("a", "b", "d"))
+    story.sees(1, c=running(*FOUR))
+    story.sees(1, c=UNSEEN)
+    story.sees(1, a=running(*FOUR), b=running(*FOUR), d=running(*FOUR))
+    story.sees(1, **{name: running("a", "b", "d") for name in "abd"})
+    assert len(story.state.known["c"].failures) == 1
+
+
 def test_one_that_was_called_in_and_is_lost_is_not_called_again_while_as_many_train_as_may() -> None:
     story = Story().all_run()
     three = {name: running("a", "b", "d") for name in "abd"}
