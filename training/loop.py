@@ -126,8 +126,8 @@ class Loop:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         if self.world.aborts_nccl:
-            # If that is cut off, it leaves garbage, and an index of garbage ends CUDA in this process. Seeds and
-            # snapshots have made these equal.
+            # Rank 0's buffers are sent in each step. If that is cut off, it leaves garbage, and an index of garbage
+            # ends CUDA in this process. Seeds and snapshots have made these equal.
             whole = [name for name, each in self.module.named_buffers() if not each.is_floating_point()]
             setattr(self.module, NOT_SENT, whole)
         return optimizer

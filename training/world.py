@@ -247,7 +247,7 @@ class World:
                 self.init_method.remove()
 
     def leave_others(self) -> None:
-        """Break the connections to the other ranks: whoever waits for them, here or there, gets an error at once.
+        """Break the connections to the other ranks, once what has come is read: who waits for them gets an error then.
 
         For a rank that has lost another one; any thread may call it. With NCCL only where this process may stay (torch
         and kit's agent end it elsewhere), and who waits here gets no error: see `settle`.

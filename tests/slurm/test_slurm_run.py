@@ -330,6 +330,18 @@ def test_a_setup_that_ends_the_job_without_a_word_is_told_with_where_to_look(
     assert run.cause["cure"] == f"set -x as its first line shows the last one that ran, in {log} on login"
 
 
+def running(submission: tuple[Run, Inventory, Ready], tmp_path: Path) -> Path:
+    """Have the run's job be one that Slurm runs, by the record; the folder in which its leader writes."""
+    run, inventory, ready = submission
+    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
+    run.state = "running"
+    run.save()
+    (tmp_path / "queue").touch()
+    folder = Path(leader_folder(run))
+    folder.mkdir(parents=True)
+    return folder
+
+
 def test_a_job_that_has_completed_before_it_could_be_cancelled_has_succeeded(
     slurm: Callable[[str], None],
     submission: tuple[Run, Inventory, Ready],
@@ -337,13 +349,9 @@ def test_a_job_that_has_completed_before_it_could_be_cancelled_has_succeeded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run, inventory, ready = submission
-    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
-    run.state = "running"
-    run.save()
-    (tmp_path / "queue").touch()
-    file = Path(leader_folder(run), "run.json")
-    file.parent.mkdir(parents=True)
+    run, _, ready = submission
+    folder = running(submission, tmp_path)
+    file = folder / "run.json"
     file.write_text(json.dumps({**vars(run), "state": "succeeded", "verdict": "trained to the end"}))
     Path(ready.run_dir, "slurm", "result.json").write_text('{"exit": 0, "attempt": "24.0"}')
     control = tmp_path / "bin" / "scontrol"
@@ -362,13 +370,9 @@ def test_what_the_leader_of_a_cancelled_job_has_recorded_is_brought_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`kit runs` showed no step of a run that kit down had ended, or an earlier one's, and `kit report` was empty."""
-    run, inventory, ready = submission
-    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
-    run.state = "running"
-    run.save()
-    (tmp_path / "queue").touch()
-    told = Path(leader_folder(run), "events.jsonl")
-    told.parent.mkdir(parents=True)
+    run, _, ready = submission
+    folder = running(submission, tmp_path)
+    told = folder / "events.jsonl"
     told.write_text(
         json.dumps({"run": run.run_id, "time": 1.0, "node": None, "kind": "said", "text": "…"}) + "\n"
     )
@@ -386,13 +390,9 @@ def test_nodes_that_were_lost_with_their_leader_do_not_train_while_the_job_waits
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`kit status` called them running, with their steps, for as long as the job was queued again."""
-    run, inventory, ready = submission
-    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
-    run.state = "running"
-    run.save()
-    (tmp_path / "queue").touch()
-    file = Path(leader_folder(run), "run.json")
-    file.parent.mkdir(parents=True)
+    run, _, ready = submission
+    folder = running(submission, tmp_path)
+    file = folder / "run.json"
     nodes = {"node1": {"node_rank": 0}, "node2": {"node_rank": 1}}
     file.write_text(json.dumps({**vars(run), "nodes": nodes}))
     events = file.with_name("events.jsonl")

@@ -17,6 +17,7 @@ from engine_runs import killed_once, losses, task, train
 from torch import nn
 
 from nodekit.training import World
+from nodekit.training.group import collectives
 from nodekit.training.options.options import Options
 from nodekit.training.steps import local_sgd
 from nodekit.training.steps.local_sgd import LocalSgd
@@ -243,7 +244,7 @@ def test_the_average_of_many_tensors_goes_in_messages_of_a_bounded_size(
         sent.append(flat.numel())
         flat.mul_(3)
 
-    monkeypatch.setattr(local_sgd, "_BUCKET_BYTES", 40)
+    monkeypatch.setattr(collectives, "_BUCKET_BYTES", 40)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     tensors = [torch.full((4,), float(number)) for number in range(5)]
     local_sgd.average_tensors(tensors, [3, 3, 1, 1, 6], torch.device("cpu"))

@@ -35,11 +35,24 @@ def broadcast_from_first(tensors: Iterable[Any], device: torch.device) -> None:
     # By ``data``: autograd takes no notice. A GAN's discriminator is updated while the generator's graph, which refers
     # to batch norm's means, is still wanted.
     own = [each.data for each in tensors if isinstance(each, torch.Tensor)]
-    for some in _take_tensors(own, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # each of one type
-        sent = _flatten_dense_tensors([each.to(device) for each in some])  # type: ignore[no-untyped-call]
-        dist.broadcast(sent, src=0)
-        for each, value in zip(some, _unflatten_dense_tensors(sent, some), strict=True):  # type: ignore[no-untyped-call]
-            each.copy_(value)
+    send_together(own, device, lambda flat: dist.broadcast(flat, src=0))
+
+
+def send_together(
+    tensors: Sequence[torch.Tensor], device: torch.device, send: Callable[[torch.Tensor], object]
+) -> None:
+    """Replace tensors by what a collective makes of them, many in one message.
+
+    Args:
+        tensors: in the same order on all ranks.
+        device: of this rank; NCCL sends no tensors that are on the CPU.
+        send: the collective, in place, of a 1-D tensor on the device.
+    """
+    for some in _take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # each of one type
+        flat = _flatten_dense_tensors(some).to(device)  # type: ignore[no-untyped-call]
+        send(flat)
+        for own, value in zip(some, _unflatten_dense_tensors(flat, some), strict=True):  # type: ignore[no-untyped-call]
+            own.copy_(value)
 
 
 def gather_objects(value: Any, gather: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[Any]:

@@ -89,7 +89,7 @@ def let_arrive() -> None:
     """
     begin = quiet_since = now = time.monotonic()
     while now < min(begin + _ARRIVE_S, quiet_since + _QUIET_S) and _waits_for_others(_sleeps()):
-        time.sleep(_QUIET_S / 15)
+        time.sleep(0.001)
         now = time.monotonic()
         if _are_unread():
             quiet_since = now

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
+from nodekit.training.group.collectives import send_together
 from nodekit.training.options.options import Options
 from nodekit.training.world import World
 
-_BUCKET_BYTES = 25 << 20
 _SYNC_EVERY_S = 2.0
 """About how often ranks exchange losses, stop requests and due snapshots; each time they wait for the slowest."""
 
@@ -140,10 +139,6 @@ def average_tensors(tensors: list[torch.Tensor], num_ranks: Sequence[int], devic
         num_ranks: by how many ranks' values to divide, for each tensor; all else adds zeros.
         device: of this rank; NCCL sends no tensors that are on the CPU.
     """
-    for bucket in _take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]
-        flat = _flatten_dense_tensors(bucket).to(device)  # type: ignore[no-untyped-call]
-        dist.all_reduce(flat)
-        for own, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):  # type: ignore[no-untyped-call]
-            own.copy_(total)
+    send_together(tensors, device, dist.all_reduce)
     if tensors:
         torch._foreach_div_(tensors, list(map(float, num_ranks)))

@@ -184,11 +184,12 @@ class Said(View):
         super().say(text, is_event=is_event)
 
 
-def begin(nodes: Nodes) -> None:
-    """Put the first generation on record."""
+def begin(nodes: Nodes) -> State:
+    """The first generation, which is on record then."""
     begun = policy.begin(Rules.of(nodes.inventory), generation=0, host="a", port=4711, nodes=("a", "b"))
     with nodes.run.changing():
         nodes.run.judgement = begun.to_dict()
+    return begun
 
 
 @contextlib.contextmanager
@@ -454,9 +455,7 @@ def test_who_acts_at_once_goes_by_what_the_one_before_has_decided_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(tmp_path, monkeypatch)
-    begun = policy.begin(Rules.of(nodes.inventory), generation=0, host="a", port=4711, nodes=("a", "b"))
-    with nodes.run.changing():
-        nodes.run.judgement = begun.to_dict()
+    begun = begin(nodes)
     record = find_runs.find(None)  # by another, after this one has read it, while it opens its channels
     with record.changing():
         record.judgement = generation_after(begun).to_dict()
