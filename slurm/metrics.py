@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from nodekit.deploy.connect.channel import HostChannel
@@ -13,9 +14,11 @@ from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.observer import Observer
 from nodekit.inventory.errors import KitError
+from nodekit.slurm.cluster.jobs import Slurm, Watched
 from nodekit.slurm.cluster.shared_folder import LOST, SharedFolder, record_of
 
 LOOK_S = 5.0  # Prometheus asks every 15 s, or less often
+LOOK_AT_JOB_S = 15.0
 
 
 @contextlib.contextmanager
@@ -42,6 +45,7 @@ def served(run: Run, channel: HostChannel, place: Place | None) -> Iterator[None
 
 def _feed(run: Run, channel: HostChannel, observers: Sequence[Observer], closing: threading.Event) -> None:
     source = SharedFolder(run, channel)
+    job, asked_at = Watched(Slurm(channel), run.slurm["job_id"]), -LOOK_AT_JOB_S
     while True:
         with contextlib.suppress(KitError, OSError, ValueError):  # a login node may be away for a while
             if (record := record_of(run, channel)) is not None:
@@ -50,8 +54,11 @@ def _feed(run: Run, channel: HostChannel, observers: Sequence[Observer], closing
                     record.nodes,
                     record.clock_offsets,
                 )
+            if (now := time.monotonic()) - asked_at >= LOOK_AT_JOB_S:
+                asked_at = now
+                job.look()
             events = source.events()
-            statuses, lines = source.statuses()
+            statuses, lines = source.statuses(job.job)
             for each in observers:
                 for event in events:
                     each.event(event)

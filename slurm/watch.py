@@ -123,7 +123,7 @@ def _follow(
                 looked_at = now
                 for event in source.events():
                     watched.event(event)
-                statuses, lines = source.statuses()
+                statuses, lines = source.statuses(job.job)
                 for node, rank, line in source.logs():
                     watched.log(node, rank, [line])
                 if not statuses:  # it starts: what it does until its nodes tell

@@ -114,12 +114,17 @@ def login_argv(host: Host, *, accept_new_host_keys: bool) -> list[str]:
 
 @contextmanager
 def channels(
-    hosts: Iterable[Host], options: SshOptions, *, some: bool = False
+    hosts: Iterable[Host],
+    options: SshOptions,
+    *,
+    some: bool = False,
+    unreachable: Callable[[str], None] | None = None,
 ) -> Iterator[dict[str, HostChannel]]:
     """Channels to all hosts, closed at the end.
 
     Args:
         some: do with those that can be reached and tell of the others, instead of failing.
+        unreachable: is told of them; None for the options' ``notice``.
 
     Raises:
         KitError: with a line for each host that cannot be reached.
@@ -131,7 +136,7 @@ def channels(
         if some:
             for result in results.values():
                 if isinstance(result, KitError):
-                    options.notice(str(result))
+                    (unreachable or options.notice)(str(result))
                 elif isinstance(result, Exception):
                     raise result
         else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel
@@ -17,8 +18,29 @@ from nodekit.deploy.plan.script import Script
 from nodekit.deploy.preflight import checkup
 from nodekit.deploy.records import runs
 from nodekit.deploy.sync import sync
-from nodekit.inventory.errors import HostError, KitErrors
+from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.schema import Inventory
+
+
+@contextmanager
+def enough_channels(
+    inventory: Inventory, options: Options, say: Callable[[str], None]
+) -> Iterator[dict[str, HostChannel]]:
+    """Channels to all hosts; an elastic job does with those that can be reached, if they are enough.
+
+    Raises:
+        KitError: with a line for each host that cannot be reached.
+    """
+    hosts, least = inventory.hosts, inventory.nodes.min
+    problems: list[str] = []
+    some = least < len(hosts)
+    with cluster.channels(hosts, options.ssh, some=some, unreachable=problems.append) as channels:
+        if len(channels) < least:
+            few = f"{len(channels)} of at least {least} hosts can be reached"
+            raise KitError("\n".join([*problems, few]))
+        for problem in problems:
+            say(f"warning: without {problem}")
+        yield {host.name: channels[host.name] for host in hosts if host.name in channels}
 
 
 def gather_facts(
@@ -73,20 +95,29 @@ def grouped(findings: Sequence[Finding]) -> list[str]:
     return [f"{', '.join(hosts)}: {text}" for text, hosts in groups.items()]
 
 
-def planned(inventory: Inventory, options: Options, *, master_port: int | None = None) -> Plan:
+def planned(
+    inventory: Inventory, options: Options, *, master_port: int | None = None, some: bool = False
+) -> Plan:
     """What each node would run, exactly; nothing is run.
 
     Args:
         inventory: what the cluster is.
         options: the command line's.
         master_port: None for one that is free now.
+        some: plan an elastic job without hosts that cannot be reached, and tell of them, as `kit up` does.
 
     Raises:
         KitError: a host cannot be reached, or will not do.
     """
     package = sync.package()
-    with cluster.channels(inventory.hosts, options.ssh) as all_channels:
-        channels, _ = broken_hosts.leave_out(all_channels, inventory, options.ssh.notice)
+    notice = options.ssh.notice
+    reached = (
+        enough_channels(inventory, options, notice)
+        if some
+        else cluster.channels(inventory.hosts, options.ssh)
+    )
+    with reached as all_channels:
+        channels, _ = broken_hosts.leave_out(all_channels, inventory, notice)
         unmade = check.enter_what_is_there(channels, inventory)
         facts, peers, warnings = gather_facts(channels, inventory, options, unmade=unmade)
         planned = plan.build(
@@ -101,10 +132,10 @@ def planned(inventory: Inventory, options: Options, *, master_port: int | None =
         if master_port is None:
             planned = hold_port(channels, planned)
     for warning in grouped(warnings):
-        options.ssh.notice(f"warning: {warning}")
+        notice(f"warning: {warning}")
     if unmade:
         names = ", ".join(unmade)
-        options.ssh.notice(f"environment: kit up makes it first on {names}; what is in it was not looked at")
+        notice(f"environment: kit up makes it first on {names}; what is in it was not looked at")
     return planned
 
 

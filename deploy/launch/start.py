@@ -11,7 +11,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
 
-from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import (
     LOST_AFTER_S,
     ChannelLost,
@@ -138,22 +137,11 @@ class _Starting:
 
     def connect(self, stack: contextlib.ExitStack) -> dict[str, HostChannel]:
         """Channels to all hosts; an elastic job does with those that can be reached, if they are enough."""
-        hosts, least = self._inventory.hosts, self._inventory.nodes.min
-        problems: list[str] = []
-        noting = dataclasses.replace(self._options.ssh, notice=problems.append)
         with self.phases.phase("connect") as said:
-            if least == len(hosts):
-                channels = stack.enter_context(cluster.channels(hosts, self._options.ssh))
-            else:
-                channels = stack.enter_context(cluster.channels(hosts, noting, some=True))
-            if len(channels) < least:
-                raise KitError(
-                    "\n".join([*problems, f"{len(channels)} of at least {least} hosts can be reached"])
-                )
-            for problem in problems:
-                self.phases.say(f"warning: without {problem}")
+            reached = planning.enough_channels(self._inventory, self._options, self.phases.say)
+            channels = stack.enter_context(reached)
             said.append(count(len(channels), "host"))
-        return {host.name: channels[host.name] for host in hosts if host.name in channels}
+        return channels
 
     def on_those_left(
         self, channels: dict[str, HostChannel], do: Callable[[], T], *, unfit: type[HostError] = ChannelLost

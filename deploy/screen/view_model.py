@@ -23,6 +23,7 @@ LOG_LINES = 2000  # of a node
 EVENTS = 500
 AGAIN_S = 5.0  # within which the same sentence is the same thing
 CURVE_POINTS = 1000
+_OUT_OF_SIGHT = ("unreachable", "gone", "spare", "drained", "queued")
 _USAGE = ("cpu", "memory", "memory_total", "interface", "received", "sent", "gpus")
 
 
@@ -60,7 +61,7 @@ class ViewModel:
         self._offsets = clock_offsets or {}
         self._rows = {name: _Row() for name in nodes}
         self.queued = ""
-        """What it waits for before there are any nodes."""
+        """What it waits for while there are no nodes."""
         self._narrator = Narrator()
         self._last_kind = ""
         """Of event, that the last sentence tells."""
@@ -245,7 +246,7 @@ class ViewModel:
             state, rest = "starting", state
         if self._ended and state == "connecting":  # no event tells of it
             state = "not started"
-        status, in_sight = row.status, state not in ("unreachable", "gone", "spare", "drained")
+        status, in_sight = row.status, state not in _OUT_OF_SIGHT
         rate = None
         if in_sight and len(row.steps) > 1:
             (then, first), (last, step) = row.steps[0], row.steps[-1]
@@ -273,7 +274,7 @@ class ViewModel:
             return "running"
         if "waiting" in states:
             return "finishing"
-        if all(state == "connecting" for state in states):
+        if "queued" in states or all(state == "connecting" for state in states):
             return self.queued or "connecting"
         if any(node.why for node in nodes if node.state == "rendezvous"):
             return "waiting for nodes"

@@ -410,7 +410,7 @@ def _dry_run(inventory: Inventory, options: Options) -> int:
     secret_files.notify_secrets(inventory)
     script.find(inventory, options.command)
     tree = list_code(inventory, options.command)
-    planned = planning.planned(inventory, options)
+    planned = planning.planned(inventory, options, some=True)
     if options.json:
         print(planned.to_json())
         return 0

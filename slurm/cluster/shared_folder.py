@@ -27,6 +27,7 @@ from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, read, remove_private
 
 T = TypeVar("T")
 LOST = "lost"  # the line of a node that the leader counts out
+_QUEUED = "queued  Slurm is to start its job again"
 _TAIL_BYTES = 65536
 _LAST_LINES = 3
 _ENDED_TASK = re.compile(r"srun: error: \S+ tasks? \S+ Exited with exit code \d+")  # a line for each node
@@ -230,8 +231,8 @@ class SharedFolder:
         self.said = [line for line in lines if not _OF_A_RANK.fullmatch(line)]
         return [(told[1], told[2], told[3]) for line in lines if (told := _OF_A_RANK.fullmatch(line))]
 
-    def statuses(self) -> tuple[dict[str, NodeStatus], dict[str, str]]:
-        """Each node's status as the leader has heard it, and its line; none before the leader has a record."""
+    def statuses(self, job: Job) -> tuple[dict[str, NodeStatus], dict[str, str]]:
+        """The status of each node of the job and its line; none before the leader has a record. See `of_job`."""
         if not self._nodes:
             record = record_of(self._run, self._channel)
             self._nodes = list(record.nodes) if record else []
@@ -239,6 +240,8 @@ class SharedFolder:
                 return {}, {}
         absent = absent_nodes(self._run, self._channel)
         heard = node_statuses(self._run, self._channel)
-        found = {name: heard[name] for name in self._nodes if name in heard}
+        told = {name: heard[name] for name in self._nodes if name in heard}
+        found = of_job(told, job)
         lines = {name: status_line(found.get(name, {}), now=time.time()) for name in self._nodes}
-        return found, {**lines, **dict.fromkeys(absent, LOST)}
+        queued = dict.fromkeys(told.keys() - found.keys(), _QUEUED)
+        return found, {**lines, **queued, **dict.fromkeys(absent, LOST)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from nodekit.deploy.screen.view_model import ViewModel
 from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.load import dump, load_inventory, restore
 from nodekit.inventory.schema import Host
+from nodekit.slurm import metrics, sweep
 from nodekit.slurm import run as runner
-from nodekit.slurm import sweep
 from nodekit.slurm import watch as live
 from nodekit.slurm.cluster import jobs, login
 from nodekit.slurm.cluster.jobs import Job
@@ -278,7 +279,8 @@ def test_while_a_job_starts_its_live_view_shows_what_the_leader_does(
         def logs(self) -> list[Any]:
             return []
 
-        def statuses(self) -> tuple[dict[str, Any], dict[str, str]]:
+        def statuses(self, job: Job) -> tuple[dict[str, Any], dict[str, str]]:
+            assert job.state == ("UNKNOWN" if self.looks == 0 else "RUNNING")
             self.looks += 1
             if self.looks == 1:
                 return {}, {}
@@ -356,3 +358,65 @@ def test_what_slurm_decides_by_itself_is_not_taken_as_an_option(
         run.save()
     assert cli.main(["down", "big-1", option]) == 1
     assert f"kit: {option}: Slurm " in capsys.readouterr().err
+
+
+@pytest.fixture
+def queued_again(folder: tuple[Run, Folder], monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Folder]:
+    """A run that was running when its leader was lost, so that it is no news any more what that has heard last."""
+    run, channel = folder
+    heard = {"n1": {"state": "running", "alive": True, "rank": 0, "world_size": 2}}
+    heard["n2"] = {"state": "failed", "alive": False}
+    channel.files["run.json"]["nodes"]["n2"] = channel.files["run.json"]["nodes"]["n1"]
+    channel.files["absent.json"] = {}
+    below = channel.call
+
+    def call(op: str, **args: Any) -> Any:
+        return heard if op == "current_status.statuses" else below(op, **args)
+
+    monkeypatch.setattr(channel, "call", call)
+    for name in ("LOOK_S", "LOOK_AT_JOB_S", "TICK_S"):
+        monkeypatch.setattr(live, name, 0.0)
+    return run, channel
+
+
+def test_while_a_job_is_queued_again_its_view_shows_no_node_that_trains(
+    follow: Any, queued_again: tuple[Run, Folder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, channel = queued_again
+    states = iter(("RUNNING", "PENDING", "PENDING", "COMPLETED"))
+    monkeypatch.setattr(live.Slurm, "job", lambda *_: Job(state=next(states)))
+    watched, shown = ViewModel(run.run_id, []), []
+
+    class Seen(NoScreen):
+        def see(self, statuses: Any) -> None:
+            model = watched.model(0.0)
+            shown.append((model.state, [(node.name, node.state) for node in model.nodes], sorted(statuses)))
+
+    follow(run, channel, watched, Seen(), None)
+    running = ("running", [("n1", "running"), ("n2", "failed")], ["n1", "n2"])
+    assert shown[:2] == [running, running]
+    title = "job 7 waits in the queue (no reason yet)"
+    assert shown[2] == (title, [("n1", "queued"), ("n2", "failed")], ["n2"])
+
+
+def test_while_a_job_is_queued_again_prometheus_sees_no_node_that_trains(
+    queued_again: tuple[Run, Folder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, channel = queued_again
+    closing, seen = threading.Event(), []
+    states = iter(("RUNNING", "PENDING"))
+
+    class Observer:
+        def event(self, _: object) -> None:
+            """Not told here."""
+
+        def see(self, statuses: Any) -> None:
+            seen.append(sorted(statuses))
+            if len(seen) == 2:
+                closing.set()
+
+    monkeypatch.setattr(metrics.Slurm, "job", lambda *_: Job(state=next(states)))
+    for name in ("LOOK_S", "LOOK_AT_JOB_S"):
+        monkeypatch.setattr(metrics, name, 0.0)
+    metrics._feed(run, channel, [Observer()], closing)  # type: ignore[arg-type, list-item]
+    assert seen == [["n1", "n2"], ["n2"]]
