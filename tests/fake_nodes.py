@@ -72,8 +72,8 @@ class Nodes:
         """Node, operation and arguments, in the order in which they came."""
         self.answers: dict[str, Callable[[str, dict[str, Any]], Any]] = {}
         """Operation → what it does on a node, in place of nothing."""
-        self.parts: dict[str, list[dict[str, Any]]] = {}
-        """Node → what it says before it repeats its status, each once."""
+        self.parts: dict[str, list[Any]] = {}
+        """Node → what it says before it repeats its status, each once; an error is raised."""
         self.pause_s: dict[str, float] = {}
         """Node → how long it takes from one of these to the next."""
         self.silent: set[str] = set()
@@ -160,12 +160,15 @@ class FakeChannel:
             "hostfollow.events": [],
         }.get(op)
 
-    def stream(self, op: str, take: Callable[[Any], None], **_: Any) -> Any:
+    def stream(self, op: str, take: Callable[[Any], None], **args: Any) -> Any:
         """What follows a node: its status, over and over."""
+        self._nodes.calls.append((self.host, op, args))
         for each in iter(lambda: self._nodes.parts.get(self.host), []):
             if each is None:
                 break
-            take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": [], **each.pop(0)})
+            if isinstance(said := each.pop(0), HostError):
+                raise said
+            take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": [], **said})
             time.sleep(self._nodes.pause_s.get(self.host, 0.0))
         while True:
             self._nodes.pause()

@@ -384,7 +384,8 @@ class Supervisor:
 
         def take(part: Any) -> None:
             nonlocal offsets
-            offsets = part["offsets"]
+            if (moved := part["offsets"]) is not None:
+                offsets = {**(offsets or {}), **moved}
             self._queue.put((name, "part", part))
 
         while not self._closing.is_set():

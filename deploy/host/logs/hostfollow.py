@@ -104,8 +104,9 @@ def follow(
 ) -> NodeStatus:
     """Send status and new log lines as they come, a message every second or so at least, until the agent is gone.
 
-    And new events since `events_at`, where it is given. While ranks train it looks about once a second: each look
-    takes its share of a core from them.
+    And new events since `events_at`, where it is given. Of the logs' offsets a message has those that have changed,
+    None before the logs were read. While ranks train it looks about once a second: each look takes its share of a core
+    from them.
     """
     node_dir = os.path.expanduser(node_dir)
     now: NodeStatus = {}
@@ -131,8 +132,11 @@ def follow(
                 more = alarm.wait(agent, now)
                 continue
             lines: List[Tuple[str, str]] = []
+            moved: Optional[Dict[str, int]] = None if offsets is None else {}
             if "logs" in changed:
-                offsets, lines = logs(node_dir, offsets, tail_bytes, final=not alive)
+                before = offsets or {}
+                offsets, lines = logs(node_dir, before, tail_bytes, final=not alive)
+                moved = {name: at for name, at in offsets.items() if before.get(name) != at}
             found: List[List[Any]] = []
             if "events" in changed and events_at is not None:
                 found = events(node_dir, *events_at)
@@ -145,7 +149,7 @@ def follow(
                 now = _said_now(node_dir, now, snapshots)
                 last_looked = begun
             if lines or found or now != last_status or begun - last_sent >= _BEAT_S:
-                part({"status": now, "logs": lines, "offsets": offsets, "events": found, "time": time.time()})
+                part({"status": now, "logs": lines, "offsets": moved, "events": found, "time": time.time()})
                 last_status, last_sent = now, begun
             if not alive and not lines and not found:
                 return now

@@ -435,6 +435,22 @@ def test_a_long_log_is_sent_without_a_rest(tmp_path: Path, monkeypatch: pytest.M
     assert (len(sent) > 3, len(text)) == (True, 6 + 1_000_000)
 
 
+def test_of_many_logs_only_those_are_told_that_have_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of weeks has thousands, and a message is sent every second."""
+    folder = tmp_path / "n0"
+
+    def grow() -> None:
+        (folder / "logs/rank1-attempt0.0.log").write_text("begun\n")
+
+    parts = [part["offsets"] for sent in followed(folder, monkeypatch, grow) for part in sent]
+    first = "rank0-attempt0.0.log"
+    assert parts.pop() == {"rank1-attempt0.0.log": 6}
+    assert [set(each) for each in parts] == [{first}] * len(parts)
+    assert parts[-1][first] == (folder / "logs" / first).stat().st_size
+
+
 def test_what_has_come_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readers = [mock.Mock(wraps=hostfollow.logs), mock.Mock(wraps=hostfollow.events)]
     for name, reader in zip(("logs", "events"), readers, strict=True):

@@ -748,6 +748,24 @@ def test_the_first_step_is_on_record_once_and_not_what_is_said_before_it(
     assert [(each.fields["about"], each.fields["progress"]) for each in first] == [("a", "1/10")]
 
 
+def test_a_node_that_is_reached_again_sends_of_its_logs_what_is_not_shown_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    offsets = [None, {"x.log": 5, "y.log": 3}, {}, {"x.log": 9}]
+    nodes.parts["a"] = [{"offsets": each} for each in offsets] + [HostError("a", "the connection is gone")]
+
+    def asked() -> list[Any]:
+        return [args["offsets"] for name, args in nodes.of("hostfollow.follow") if name == "a"]
+
+    def decide(state: State, _: int) -> tuple[State, list[Action]]:
+        return state, [Finish("succeeded")] if len(asked()) > 1 else []
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+    assert asked()[:2] == [None, {"x.log": 9, "y.log": 3}]
+
+
 def test_who_asked_is_told_how_it_has_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is put on record between the last look and the end: of it a notification tells."""
 
