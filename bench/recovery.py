@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import no_fault
 import peers
 import storm
 from rounds import Bench, BenchError, bench, machine, median, note, table
@@ -78,9 +79,11 @@ examples:
   bench/recovery --only kit --faults cut --rounds 1 --timeline
   bench/recovery --gb 3 --faults worker        large processes: the kernel takes 0.1 s to take back 1 GB
   bench/recovery --storm 1000                  half an hour: what so many lost ranks cost and leave behind
+  bench/recovery --no-fault 3600               an hour on a busy machine: whether a node counts as lost that is not
 
 It needs root (for the lab). Exit status: 0 unless kit did not recover; a goal that is missed is no error. That of
---storm is 1, too, where a step was lost, the weights at the end differ, or something grew by a tenth.
+--storm is 1, too, where a step was lost, the weights at the end differ, or something grew by a tenth; that of
+--no-fault where something counted as lost.
 """
 
 
@@ -523,6 +526,11 @@ def main() -> int:
             outcome = storm.run(lab, lab.shared / "job", args.storm, args.seed, judge, args.cap)
         print(storm.told(outcome))
         return 1 if storm.faults_of(outcome) else 0
+    if args.no_fault:
+        with bench(NUM_HOSTS, prepare) as lab:
+            calm = no_fault.run(lab, lab.shared / "job", args.no_fault)
+        print(no_fault.told(calm))
+        return 1 if calm.alarms else 0
     results: dict[str, dict[str, list[Trial]]] = {}
     begin = time.monotonic()
     with bench(NUM_HOSTS, prepare) as lab:
@@ -582,6 +590,13 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="which ranks --storm kills, and when (0)"
+    )
+    parser.add_argument(
+        "--no-fault",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="instead: train for so long beside ten busy processes per core, and count false alarms",
     )
     parser.add_argument(
         "--gb",

@@ -120,3 +120,36 @@ def test_a_storm_says_what_is_not_as_it_is_to_be(
     )
     assert storm.faults_of(outcome) == found
     assert ("nothing was lost" in storm.told(outcome)) is not bool(found)
+
+
+def test_without_a_fault_alarms_and_the_longest_pause_are_counted(
+    recovery: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_fault, now = recovery.no_fault, [100.0]
+
+    class Session:
+        """A run whose step 3 takes 2.5 s, and a node of which counts as lost in it."""
+
+        has_ended = False
+        made = ((99.5, 1), (100.4, 2), (102.9, 3), (103.3, 4))
+
+        def __init__(self) -> None:
+            self.lines: list[dict[str, Any]] = [{"time": 99.5, "step": 1}]
+            self.read_to = 99.5
+
+        def read(self) -> list[dict[str, Any]]:
+            self.lines += [{"time": t, "step": n} for t, n in self.made if self.read_to < t <= now[0]]
+            self.read_to = now[0]
+            return self.lines
+
+        def history(self) -> list[dict[str, Any]]:
+            kinds = ((99.0, "membership"), (102.0, "membership"), (102.5, "sample"))
+            return [{"kind": kind, "time": when, "names": ["node2"]} for when, kind in kinds]
+
+    monkeypatch.setattr(no_fault.time, "time", lambda: now[0])
+    monkeypatch.setattr(no_fault.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    found = no_fault._watch(Session(), 4.0)
+    assert (found.num_steps, round(found.longest_s, 3)) == (3, 2.5)
+    assert [each["time"] for each in found.alarms] == [102.0]
+    assert "FALSE ALARMS: 1 membership\n" in no_fault.told(found)
+    assert "the longest pause between two 2.50 s" in no_fault.told(found)
