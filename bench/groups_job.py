@@ -1,0 +1,61 @@
+"""One rank of bench/groups: meets the others again and again, and prints how long that took."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=60)
+PER_TURN = 20
+
+
+def meet(store: Any, way: str, rank: int, size: int) -> Callable[[int], object]:
+    """What makes the group anew, given how often that was done before."""
+    c10d: Any = dist.distributed_c10d
+
+    def leave_and_join(number: int) -> None:
+        if number:
+            dist.destroy_process_group()
+        prefix = dist.PrefixStore(f"group{number}", store)
+        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=size, timeout=TIMEOUT)
+
+    def reconfigure(number: int) -> None:
+        store.set(f"handle{number}/{rank}", c10d._get_reconfigure_handle())
+        handles = [store.get(f"handle{number}/{other}").decode() for other in range(size)]
+        c10d._reconfigure(uuid=1 + number, handles=handles).wait()
+
+    if way == "leave":
+        return leave_and_join
+    made: dict[str, Any] = {"enable_reconfigure": True}
+    prefix = dist.PrefixStore("group", store)
+    dist.init_process_group("gloo", store=prefix, rank=rank, world_size=size, timeout=TIMEOUT, **made)
+    return reconfigure
+
+
+def be_rank(way: str, rank: int, size: int, port: int) -> None:
+    """Meet several times; print how long each but the first took, in seconds, to the end of a collective."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    again, seconds = meet(store, way, rank, size), []
+    for number in range(PER_TURN + 1):
+        store.add(f"ready{number}", 1)
+        while store.add(f"ready{number}", 0) < size:
+            time.sleep(0.0005)
+        begin = time.monotonic()
+        again(number)
+        dist.all_reduce(torch.ones(1))
+        seconds.append(time.monotonic() - begin)
+    print(json.dumps(seconds[1:]), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    way, size, port, rank = sys.argv[1:]
+    be_rank(way, int(rank), int(size), int(port))
