@@ -55,6 +55,7 @@ bench:
 	@bench/plan
 	@bench/overhead
 	@bench/throughput
+	@bench/groups
 
 docs:
 	@.ci/setup dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -19,9 +20,11 @@ PER_TURN = 20
 def meet(store: Any, way: str, rank: int, size: int) -> Callable[[int], object]:
     """What makes the group anew, given how often that was done before."""
     c10d: Any = dist.distributed_c10d
+    kept: list[Any] = []
 
     def leave_and_join(number: int) -> None:
         if number:
+            kept.append(list(c10d._world.pg_map) if way == "abandon" else None)
             dist.destroy_process_group()
         prefix = dist.PrefixStore(f"group{number}", store)
         dist.init_process_group("gloo", store=prefix, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -31,7 +34,7 @@ def meet(store: Any, way: str, rank: int, size: int) -> Callable[[int], object]:
         handles = [store.get(f"handle{number}/{other}").decode() for other in range(size)]
         c10d._reconfigure(uuid=1 + number, handles=handles).wait()
 
-    if way == "leave":
+    if way != "reconfigure":
         return leave_and_join
     made: dict[str, Any] = {"enable_reconfigure": True}
     prefix = dist.PrefixStore("group", store)
@@ -41,6 +44,7 @@ def meet(store: Any, way: str, rank: int, size: int) -> Callable[[int], object]:
 
 def be_rank(way: str, rank: int, size: int, port: int) -> None:
     """Meet several times; print how long each but the first took, in seconds, to the end of a collective."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     again, seconds = meet(store, way, rank, size), []
