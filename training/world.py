@@ -257,6 +257,7 @@ class World:
             connections.shut_down()
         elif self.aborts_nccl:
             nccl.leave()
+            connections.shut_down()  # of a script's own groups on gloo
 
     @property
     def aborts_nccl(self) -> bool:

@@ -70,6 +70,36 @@ def test_a_rank_that_works_or_rests_in_its_own_code_is_not(monkeypatch: pytest.M
     assert not found_deaf(lambda: others.wait()), "it has left in time"
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_only_connections_of_groups_that_nobody_aborts_are_shut(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may have groups on gloo beside those on NCCL, whose own connections are not to be broken."""
+
+    def make(*_: object, **__: object) -> tuple[socket.socket, socket.socket]:
+        listens = socket.create_server(("127.0.0.1", 0))
+        here = socket.create_connection(listens.getsockname())
+        there = listens.accept()[0]
+        listens.close()
+        return here, there
+
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_new_process_group_helper", make)
+    connections.remember()
+    here, there = torch.distributed.distributed_c10d._new_process_group_helper(2, 0, [], backend, None)
+    try:
+        connections.shut_down()
+        here.settimeout(0.2)
+        if backend == "gloo":
+            assert here.recv(1) == b""
+        else:
+            with pytest.raises(TimeoutError):
+                here.recv(1)
+    finally:
+        here.close()
+        there.close()
+        connections._opened.clear()
+
+
 class Arriving:
     """A connection from another rank, and `let_arrive` in a thread beside this one, which may wait for the rank."""
 

@@ -129,7 +129,8 @@ def test_what_fails_before_the_abort_does_not_keep_it_from_happening(
     calls: list[str] = []
     nccl.before_abort(fail)
     group = SimpleNamespace(abort=lambda: calls.append("aborted"))
-    monkeypatch.setattr(nccl, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    world = SimpleNamespace(pg_names=[group])
+    monkeypatch.setattr(nccl, "dist", SimpleNamespace(distributed_c10d=SimpleNamespace(_world=world)))
     nccl.leave()
     nccl.leave()
     nccl.wait_until_ended()

@@ -108,6 +108,16 @@ def test_a_loop_with_groups_of_its_own_waits_for_them_all(end: SlowEnd) -> None:
     assert not alive()
 
 
+def test_a_lost_rank_ends_also_the_groups_of_ones_own_in_which_this_one_may_wait(end: SlowEnd) -> None:
+    """One after the other, the first might wait for the second."""
+    dist.new_group([0])
+    nccl.leave()
+    until(lambda: end.how == ["abort", "abort"])
+    assert len(alive()) == 2
+    nccl.leave()
+    assert len(alive()) == 2, "each is aborted once"
+
+
 def test_what_does_not_end_is_waited_for_once(end: SlowEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_END_TIMEOUT_S", 0.2)
     nccl.leave()

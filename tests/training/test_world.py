@@ -123,7 +123,8 @@ def test_what_a_rank_can_do_that_has_lost_another(
     world = replace(World.from_env({}), backend=backend, may_stay=may_stay)
     assert (world.aborts_nccl, world.keeps_steps) == (aborts, keeps)
     world.leave_others()
-    assert left == ["gloo"] * (backend == "gloo") + ["nccl"] * aborts
+    # A script may have groups on gloo beside NCCL's.
+    assert left == ["nccl"] * aborts + ["gloo"] * (backend == "gloo" or aborts)
 
 
 @pytest.mark.parametrize(("step", "is_deaf"), [(3, True), (3, False), (None, True)])

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ another rank were lost, without a traceback.
 """
 DEAF_S = 1.5
 """A main thread that waits so long for others after their connections have been shut is not told of it any more."""
+_BACKEND = 3  # its place among the arguments of torch's function that makes a group
 _LOOK_S, _IDLE_S = 0.1, 0.005
 _QUIET_S, _ARRIVE_S = 0.015, 0.05
 _WAITS_BY = re.compile(r"\.wait\(")
@@ -50,7 +51,8 @@ def remember() -> None:
 
     @functools.wraps(make)
     def make_and_remember(*args: Any, **kwargs: Any) -> Any:
-        with opened():
+        backend = kwargs.get("backend", args[_BACKEND] if len(args) > _BACKEND else "")
+        with nullcontext() if str(backend) == "nccl" else opened():  # it is aborted (see `nccl`)
             return make(*args, **kwargs)
 
     # What init_process_group and new_group have in common. It has had this name since torch 1.8, and has it in 2.14.

@@ -82,7 +82,7 @@ def count_group() -> int:
 
 
 def leave() -> None:
-    """Have the communicator aborted, so that its kernels end soon; any thread may call it, any number of times."""
+    """Have all communicators aborted, so that their kernels end soon; any thread may call it, any number of times."""
     global _is_aborted
     with _lock:
         _has_left.set()
@@ -93,7 +93,9 @@ def leave() -> None:
                 _before_abort()
             except RuntimeError:  # nothing is to keep the collectives from ending
                 log.exception("before the abort")
-        if (group := dist.group.WORLD) is not None:
+        # All of them: this rank may wait in one of a loop's own (`new_group`). Each in a thread of its own, since NCCL
+        # ends one only when its kernels are done, which may wait for those of another.
+        for group in [*dist.distributed_c10d._world.pg_names]:
             _end_in_thread(group.abort)
             _is_aborted = True
 
