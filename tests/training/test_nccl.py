@@ -118,6 +118,20 @@ def test_a_lost_rank_ends_also_the_groups_of_ones_own_in_which_this_one_may_wait
     assert len(alive()) == 2, "each is aborted once"
 
 
+def test_where_no_thread_can_be_started_who_leaves_aborts_by_itself(
+    end: SlowEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    end.may_end.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        nccl.leave()
+    assert end.how == ["abort"]
+    nccl.close_in_thread()
+
+
 def test_what_does_not_end_is_waited_for_once(end: SlowEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_END_TIMEOUT_S", 0.2)
     nccl.leave()

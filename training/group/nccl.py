@@ -108,7 +108,11 @@ def _end_in_thread(end: Callable[[], object]) -> None:
             log.warning("NCCL's old group: %s", str(error).partition("\n")[0])
 
     thread = threading.Thread(target=run, name="nodekit-nccl", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # there may be no more threads: to wait here is better than to wait for a lost rank
+        run()
+        return
     _ending[:] = [*(each for each in _ending if each.is_alive()), thread]
 
 
