@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from nodekit.training.group.collectives import NOT_SENT, broadcast_object, gather_objects, sent_buffers
+from nodekit.training.group.collectives import (
+    NOT_SENT,
+    broadcast_from_first,
+    broadcast_object,
+    gather_objects,
+    sent_buffers,
+)
 
 
 def gathered(values: Sequence[Any]) -> list[tuple[list[Any], int]]:
@@ -84,3 +91,28 @@ def test_the_buffers_that_are_sent_are_those_that_the_module_has_by_now() -> Non
     module[1].register_buffer("own", torch.ones(4))
     assert [each.tolist() for each in before] == [[0, 0], [1, 1]]
     assert [each.tolist() for each in sent_buffers(module)] == [[1, 1], [1, 1], [1, 1, 1]]
+
+
+OF_ALL_TYPES = {
+    "int16": torch.tensor([-3, 7], dtype=torch.int16),
+    "uint32": torch.tensor([3, 7], dtype=torch.uint32),
+    "float8": torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False]),
+    "complex, conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "empty": torch.zeros(0, dtype=torch.int16),
+    "of no dimension": torch.tensor(5, dtype=torch.int16),
+}
+
+
+@pytest.mark.parametrize("rank_0s", OF_ALL_TYPES.values(), ids=OF_ALL_TYPES)
+def test_buffers_of_any_type_are_sent(rank_0s: torch.Tensor) -> None:
+    """NCCL and gloo take some types only: a model with such a buffer would end at its first evaluation."""
+    before = rank_0s.clone()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        broadcast_from_first([rank_0s], torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert rank_0s.dtype == before.dtype
+    assert rank_0s.tolist() == before.tolist()

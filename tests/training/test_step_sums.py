@@ -194,7 +194,8 @@ def test_a_broadcast_is_of_what_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> N
         assert not tensor.requires_grad
         assert tensor.device.type == "cpu"
         assert src == 0
-        tensor.fill_(9)
+        assert tensor.dtype == torch.uint8
+        tensor.view(torch.float32).fill_(9)
 
     monkeypatch.setattr(collectives.dist, "broadcast", broadcast)
     plain, turned = torch.nn.Parameter(torch.zeros(3)), torch.zeros(4, 3).t()

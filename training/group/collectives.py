@@ -35,7 +35,8 @@ def broadcast_from_first(tensors: Iterable[Any], device: torch.device) -> None:
     # By ``data``: autograd takes no notice. A GAN's discriminator is updated while the generator's graph, which refers
     # to batch norm's means, is still wanted.
     own = [each.data for each in tensors if isinstance(each, torch.Tensor)]
-    send_together(own, device, lambda flat: dist.broadcast(flat, src=0))
+    # As bytes: of buffers neither NCCL nor gloo takes all types (int16, uint32).
+    send_together(own, device, lambda flat: dist.broadcast(flat.view(torch.uint8), src=0))
 
 
 def send_together(
@@ -49,7 +50,7 @@ def send_together(
         send: the collective, in place, of a 1-D tensor on the device.
     """
     for some in _take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # each of one type
-        flat = _flatten_dense_tensors(some).to(device)  # type: ignore[no-untyped-call]
+        flat = _flatten_dense_tensors(some).resolve_conj().resolve_neg().to(device)  # type: ignore[no-untyped-call]
         send(flat)
         for own, value in zip(some, _unflatten_dense_tensors(flat, some), strict=True):  # type: ignore[no-untyped-call]
             own.copy_(value)
