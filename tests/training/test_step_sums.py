@@ -158,6 +158,17 @@ def test_sums_are_read_a_step_later_where_a_gpu_makes_short_steps(
     assert [step.step for steps, _ in sums.read() for step, _ in steps] == [4] * is_late
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_loss_of_one_number_is_summed_on_a_gpu_whatever_its_shape(shape: tuple[int, ...]) -> None:
+    """As on the CPU. Another of torch's devices without values stands in for the GPU."""
+    world: Any = SimpleNamespace(device=torch.device("meta"), keeps_steps=False, may_stay=False, world_size=1)
+    sums = StepSums(world, may_be_late=True)
+    for loss in (torch.zeros(shape, device="meta"), torch.zeros(shape)):
+        sums.add(Step(1, step_sums.part_of_loss(loss, 0.5, world.device), lr=0.1, num_samples=4))
+    sums.start([0.0, 1.0])
+    assert len(sums) == 1
+
+
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepSums]:
     """Of which this one works ahead, with the sums of three steps on their way."""

@@ -54,7 +54,7 @@ def part_of_loss(loss: torch.Tensor, share: float, device: torch.device) -> floa
         )
     if device.type == "cpu":
         return loss.item() * share
-    return loss.detach().to(sum_dtype(device)) * share
+    return loss.detach().to(device, sum_dtype(device)).reshape(()) * share
 
 
 class _Started:
