@@ -101,7 +101,8 @@ def test_a_system_that_locks_no_memory_gets_a_copy_all_the_same(cudart: Cudart) 
     copied = HostCopy().take(state)
     assert copied["b"].equal(state["b"])
     assert copied["w"].equal(state["w"].gather())
-    assert len(cudart.threads) == 1
+    # CUDA keeps the error for whoever launches the next kernel in that thread.
+    assert cudart.threads == ["nodekit-host-memory"]
 
 
 def test_weights_that_are_copied_once_are_not_locked(cudart: Cudart) -> None:

@@ -146,11 +146,20 @@ def off_the_gpu(state: Any, device: torch.device) -> Any:
 
 
 def _lock(memory: Any, gpu: torch.device) -> None:
-    """Page-lock memory until nothing refers to it; if the system refuses, it stays as it is, which is only slower."""
-    with torch.cuda.device(gpu):  # a thread begins with GPU 0, where it would take memory
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)) == 0:
-            weakref.finalize(memory, cudart.cudaHostUnregister, memory.ctypes.data).atexit = False
+    """Page-lock memory until nothing refers to it; if the system refuses, it stays as it is, which is only slower.
+
+    In a thread of its own: CUDA keeps the error of a refusal for the next kernel that the same thread launches.
+    """
+
+    def lock() -> None:
+        with torch.cuda.device(gpu):  # a thread begins with GPU 0, where it would take memory
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            if int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)) == 0:
+                weakref.finalize(memory, cudart.cudaHostUnregister, memory.ctypes.data).atexit = False
+
+    locking = Background("nodekit-host-memory")
+    locking.start(lock)
+    locking.wait()
 
 
 def _needs(state: Any) -> tuple[int, torch.device | None]:
