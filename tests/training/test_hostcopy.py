@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nodekit.training.group.collectives import numbers_on
 from nodekit.training.snapshots.hostcopy import Gathered, HostCopy, gather_for_others
@@ -103,6 +104,32 @@ def test_a_system_that_locks_no_memory_gets_a_copy_all_the_same(cudart: Cudart) 
     assert copied["w"].equal(state["w"].gather())
     # CUDA keeps the error for whoever launches the next kernel in that thread.
     assert cudart.threads == ["nodekit-host-memory"]
+
+
+def test_a_conjugated_view_is_copied_as_what_it_is_beside_its_base() -> None:
+    """Both are of one place in memory."""
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"base": base, "conj": base.conj(), "imag": base.imag, "neg": base.conj().imag}
+    copied = HostCopy().take(state)
+    assert all(copied[name].equal(each) for name, each in state.items())
+
+
+def test_a_copy_from_a_gpu_is_not_conjugated_before_it_has_arrived() -> None:
+    """torch does so, in host memory, right after it has started the copy (``copy_kernel_cuda``)."""
+
+    class Copies(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.Tensor.copy_ and kwargs and kwargs.get("non_blocking"):
+                to, source = args
+                assert (to.is_conj(), to.is_neg()) == (source.is_conj(), source.is_neg())
+                copied.append(source)
+            return function(*args, **(kwargs or {}))
+
+    copied: list[torch.Tensor] = []
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    with Copies():
+        HostCopy().take({"conj": base.conj(), "neg": base.conj().imag})
+    assert len(copied) == 2
 
 
 def test_weights_that_are_copied_once_are_not_locked(cudart: Cudart) -> None:

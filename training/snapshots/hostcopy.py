@@ -110,7 +110,8 @@ class HostCopy:
             return own
 
         def fill(own: torch.Tensor, source: torch.Tensor) -> None:
-            own.copy_(source.detach(), non_blocking=True)
+            # Conjugated on the GPU: torch would conjugate the copy here, before it has arrived.
+            own.copy_(source.detach().resolve_conj().resolve_neg(), non_blocking=True)
             if source.device.type != "cpu":
                 devices.add(source.device)
 
@@ -201,7 +202,8 @@ def _identity(source: torch.Tensor) -> object:
     if not is_in_one_piece(source):
         return id(source)
     storage = source.untyped_storage()._cdata
-    return storage, source.storage_offset(), source.shape, source.stride(), source.dtype, source.device
+    place = storage, source.storage_offset(), source.shape, source.stride(), source.dtype, source.device
+    return place, source.is_conj(), source.is_neg()
 
 
 def map_tensors(
