@@ -303,13 +303,14 @@ class World:
                 os._exit(1)
 
         def when_lost() -> None:
-            if self.keeps_steps and (step := newest()) is not None:
+            keeps = self.keeps_steps and (step := newest()) is not None
+            if keeps:
                 self.stage(KEEPING, step=step)
-                if self.backend == "gloo":
-                    threading.Thread(
-                        target=end_if_deaf, args=(messages.has_left,), name="nodekit-guard", daemon=True
-                    ).start()
-            self.leave_others()
+            self.leave_others()  # first: there may be no thread to be had
+            if keeps and self.backend == "gloo":
+                threading.Thread(
+                    target=end_if_deaf, args=(messages.has_left,), name="nodekit-guard", daemon=True
+                ).start()
 
         messages.when("lost", when_lost)
 

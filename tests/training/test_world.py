@@ -149,6 +149,26 @@ def test_a_rank_that_has_lost_another_says_that_it_keeps_its_step_and_ends_if_it
     assert [each for each in done if each != "left"] == ["saved", 1] * (step is not None and is_deaf)
 
 
+def test_a_rank_that_can_start_no_thread_leaves_the_others_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would wait for the lost one to the end of its timeout."""
+    done: list[str] = []
+    handlers: dict[str, Callable[[], object]] = {}
+    agent: Any = SimpleNamespace(when=handlers.__setitem__, has_left=threading.Event())
+    monkeypatch.setattr(world_module, "messages_from", lambda _: agent)
+    monkeypatch.setattr(connections, "shut_down", lambda: done.append("left"))
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    replace(World.from_env({}), agent_pipe=tmp_path).keeps_when_lost(lambda: 3, lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError):
+        handlers["lost"]()
+    assert done == ["left"]
+
+
 def test_stages_of_the_start_are_told_and_end_with_the_meeting(tmp_path: Path) -> None:
     file = tmp_path / "a 'b $HOME;" / "rank0"
     file.parent.mkdir()
