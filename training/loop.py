@@ -129,6 +129,7 @@ class Loop:
             # Rank 0's buffers are sent in each step. If that is cut off, it leaves garbage, and an index of garbage
             # ends CUDA in this process. Seeds and snapshots have made these equal.
             whole = [name for name, each in self.module.named_buffers() if not each.is_floating_point()]
+            whole += getattr(self.module, NOT_SENT, ())  # what the task's model keeps apart itself
             setattr(self.module, NOT_SENT, whole)
         return optimizer
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -748,6 +749,30 @@ def test_each_step_is_kept_over_gloo_on_gpus_too(
         assert rank._run_loops(loops, options, here, asked, tmp_path, stop)
     wanted = [(step, step or None) for step in range(loops[0].total_steps)]
     assert (asked.found == wanted) == may_stay
+
+
+class OfOnesOwn(Digits):
+    """Its model has buffers and parameters that are each rank's own."""
+
+    def model(self) -> nn.Module:
+        module = super().model()
+        module.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+        setattr(module, collectives.NOT_SENT, ["own.weight"])
+        return module
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_what_a_model_keeps_apart_stays_apart_on_nccl_too(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There whole numbers are kept apart as well: an aborted collective would leave garbage in them."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
+    loops: list[Loop] = []
+    with World.from_env({}) as alone, Stop(20) as stop:
+        here = replace(alone, may_stay=True, backend=backend)
+        assert rank._run_loops(loops, parse(["--epochs", "1"], {}), here, OfOnesOwn(), tmp_path, stop)
+    apart = getattr(loops[0].module, collectives.NOT_SENT)
+    assert apart == ["counts"] * (backend == "nccl") + ["own.weight"]
 
 
 class Unmeasurable(Digits):
