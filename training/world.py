@@ -342,7 +342,7 @@ class World:
         Both raise an error if another rank is lost.
         """
         nccl.check()  # a collective that begins while torch aborts the group would wait for half a second
-        sums_of = start_sum(values, self.world_size)
+        sums_of = start_sum(self._as_sent(values), self.world_size)
 
         def sums() -> list[float]:
             found = sums_of()
@@ -355,7 +355,7 @@ class World:
         """Every rank's ``value`` (small, any picklable type), in the order of ranks, on every rank."""
 
         def gather(own: torch.Tensor) -> list[torch.Tensor]:
-            sent = own if self.backend in ("gloo", "mpi") else own.to(self.device)
+            sent = self._as_sent(own)
             parts = [torch.empty_like(sent) for _ in range(self.world_size)]
             dist.all_gather(parts, sent)
             return self._whole(parts)
@@ -367,12 +367,16 @@ class World:
         """Rank ``source``'s ``value``, of any picklable type, on every rank."""
 
         def broadcast(own: torch.Tensor) -> torch.Tensor:
-            sent = own if self.backend in ("gloo", "mpi") else own.to(self.device)
+            sent = self._as_sent(own)
             dist.broadcast(sent, src=source)
             return self._whole([sent])[0]
 
         found: T = broadcast_object(value, broadcast, is_source=self.rank == source)
         return found
+
+    def _as_sent(self, own: torch.Tensor) -> torch.Tensor:
+        """This rank's tensor where the backend takes it: NCCL sends none that are on the CPU."""
+        return own if self.backend in ("gloo", "mpi") else own.to(self.device)
 
     @staticmethod
     def _whole(received: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from agents import until
 
-from nodekit.training import Stop, World
+from nodekit.training import LossWatch, Stop, World
 from nodekit.training import rank as rank_module
 from nodekit.training import world as world_module
 from nodekit.training.group import connections, nccl, recorder
@@ -147,6 +147,24 @@ def test_a_rank_that_has_lost_another_says_that_it_keeps_its_step_and_ends_if_it
         assert (tmp_path / "rank0").read_text().rstrip() == f"3 {KEEPING}"
     assert "left" in done
     assert [each for each in done if each != "left"] == ["saved", 1] * (step is not None and is_deaf)
+
+
+@pytest.mark.parametrize(("backend", "sent_on"), [("nccl", "meta"), ("gloo", "cpu")])
+def test_a_loss_on_the_cpu_is_watched_whatever_the_backend_sends(
+    backend: str, sent_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of ``watch.look(loss.cpu(), …)``; torch's device without values stands in for a GPU."""
+    sent: list[str] = []
+
+    def start(values: torch.Tensor, _: int) -> Callable[[], list[float]]:
+        sent.append(values.device.type)
+        return lambda: [0.0]
+
+    monkeypatch.setattr(world_module, "start_sum", start)
+    watch = LossWatch(replace(World.from_env({}), backend=backend, device=torch.device("meta")))
+    watch.look(torch.tensor(0.5), step=1)
+    watch.wait()
+    assert sent == [sent_on]
 
 
 def test_a_rank_that_can_start_no_thread_leaves_the_others_all_the_same(
