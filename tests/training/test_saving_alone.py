@@ -710,6 +710,26 @@ def test_the_buffers_that_ranks_get_are_those_that_the_last_forward_pass_has_lef
     assert sent == [[7, 7], [1, 1]], "and none that is each rank's own"
 
 
+def test_257_ranks_that_have_counted_a_step_are_257_whatever_type_a_script_makes_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bfloat16 they were 256: no node could come in, and at the fourth step all ranks stopped."""
+    num_ranks, module = 257, nn.Linear(1, 1)
+    monkeypatch.setattr(World, "start_sum", lambda _, own: lambda: (own * num_ranks).tolist())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with World.from_env({}) as alone:
+            world = replace(alone, world_size=num_ranks)
+            optimizer = torch.optim.SGD(module.parameters())
+            saver = EmergencySave(Snapshots(tmp_path), world, dict, lambda: 3, optimizer)
+            saver._is_asked_to_pause = True
+            with pytest.raises(AttemptOver):
+                saver.stops(False)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_buffers_that_changed_after_the_step_stay() -> None:
     module = nn.BatchNorm1d(2)
     step = LastWholeStep(module)

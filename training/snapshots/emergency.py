@@ -10,7 +10,7 @@ import torch
 
 from nodekit.training.group import nccl
 from nodekit.training.group.agent_messages import stop_to_pause
-from nodekit.training.group.collectives import broadcast_from_first, sent_buffers
+from nodekit.training.group.collectives import broadcast_from_first, numbers_on, sent_buffers
 from nodekit.training.group.connections import is_lost_rank
 from nodekit.training.process.kept import AttemptOver, Kept
 from nodekit.training.process.stages import KEEPING, PAUSING
@@ -205,7 +205,7 @@ class EmergencySave:
             self._listens = True
             self._world.messages.when("pause", self._ask_to_pause)
         own = [requested, self._is_asked_to_pause, self._is_counted]
-        sums = self._world.start_sum(torch.tensor([*map(float, own)], device=self._world.device))
+        sums = self._world.start_sum(numbers_on(self._world.device, own))
         stops, pauses, counted = sums()
         self._warn_if_uncounted()
         if stops or not pauses:
