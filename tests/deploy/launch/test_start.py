@@ -12,6 +12,9 @@ from fake_nodes import STATUS, Nodes, facts
 from nodekit.deploy.connect.channel import ChannelLost
 from nodekit.deploy.launch import start, started
 from nodekit.deploy.launch.options import Options
+from nodekit.deploy.plan.plan import Plan
+from nodekit.deploy.records import find_runs
+from nodekit.deploy.records.runs import Run
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.sync import SyncResult
 from nodekit.inventory.errors import KitError
@@ -28,6 +31,52 @@ def test_the_code_on_record_is_what_the_hosts_have_also_where_it_changed_while_i
     options = Options(inventory=tmp_path / "lab.yaml", quiet=True)
     _, digest = start._send(read, channels, {"a": facts("a")}, "lab-1", options)
     assert digest == "as it was sent"
+
+
+def goes_on(nodes: Nodes, *names: str) -> Run:
+    """What is on record of the run once it is started again on some of its nodes."""
+    planned = Plan("lab-1", tuple(nodes.client.node(name) for name in names))
+    found = {name: facts(name) for name in names}
+    options = Options(inventory=nodes.inventory.path)
+    start._record(nodes.inventory, nodes.run, planned, found, options, is_placed=False)
+    return find_runs.find("lab-1")
+
+
+@pytest.mark.parametrize(
+    ("told", "generation"),
+    [
+        ({}, 3),
+        ({"next_generation": None, "called_off": -1}, 3),
+        ({"next_generation": None, "called_off": 5}, 6),
+        ({"next_generation": 7, "called_off": 5}, 8),
+    ],
+)
+def test_a_run_goes_on_in_a_generation_that_no_host_was_fenced_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, Any], generation: int
+) -> None:
+    """Also where that one was called off, or has not begun: its fence would be in the way on some hosts."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    with nodes.run.changing():
+        nodes.run.generation, nodes.run.judgement = 2, told
+    assert goes_on(nodes, "a", "b").generation == generation
+
+
+def test_a_run_that_goes_on_has_ended_no_more_and_expects_the_snapshot_of_its_newest_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And `kit rm` finds the node that it goes on without."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.run.say_stop("kit down")
+    nodes.run.finish("stopped", "stopped by kit down", {"cure": "start it"})
+    for generation, step in ((0, 90), (1, 40), (1, 20)):
+        nodes.run.event("snapshot", about="b", generation=generation, step=step)
+    run = goes_on(nodes, "a")
+    assert (run.state, run.ended, run.verdict, run.cause, run.stopped_by) == ("starting", None, "", {}, "")
+    assert run.was_resumed
+    assert list(run.nodes) == ["a"]
+    assert {name: node["host"]["name"] for name, node in run.earlier.items()} == {"b": "b"}
+    expected = run.nodes["a"]["env"]["NODEKIT_SNAPSHOT_EXPECTED"]
+    assert expected.startswith("step 40 of generation 1 was committed on ")
 
 
 @pytest.mark.parametrize(
