@@ -72,7 +72,6 @@ def wait_started(
             status = client.status(name)
             states[name] = status.get("state") or "starting"
             if states[name] in ("running", "waiting", *runs.ENDED):
-                del states[name]
                 members.update(status.get("members", ()), [name] if status["state"] == "succeeded" else [])
                 return
             if not status["alive"]:
@@ -102,6 +101,8 @@ def wait_started(
             if are_too_few() and time.monotonic() < deadline:
                 is_in_vain.set()
             raise
+        finally:
+            states.pop(name, None)
 
     late = threading.Timer(SLOW_S, tell)
     late.start()

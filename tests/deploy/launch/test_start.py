@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fake_nodes import STATUS, Nodes, facts
@@ -134,6 +135,23 @@ def test_a_start_that_takes_long_says_which_nodes_are_waited_for_and_what_they_d
     assert told == [f"start    after 0 s still waiting for {said}"]
 
 
+def test_a_start_that_takes_long_does_not_say_that_it_waits_for_a_node_that_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.run.nodes = dict.fromkeys("abc", nodes.run.nodes["a"])
+    told: list[str] = []
+
+    def status(host: str, _: Any) -> dict[str, Any]:
+        found = {"state": None, "alive": False, "agent_log": ""} if host == "b" else {}
+        return {**STATUS, "state": "running" if told else "rendezvous", "members": ["a", "c"], **found}
+
+    nodes.answers["status"] = status
+    monkeypatch.setattr(started, "SLOW_S", 0.3)
+    assert list(started.wait_started(nodes.client, ["a", "b", "c"], least=1, say=told.append)) == ["b"]
+    assert told == [f"start    after 0 s still waiting for a, c (rendezvous): {started.NOT_REACHED}"]
+
+
 NOT_YET = f"b: not yet with the others: {started.NOT_REACHED}"
 
 
@@ -195,3 +213,62 @@ def test_where_the_rendezvous_host_is_lost_the_others_wait_for_another_generatio
         "a: its agent ended at once: was it stopped?",
         "b: waits for another generation to begin",
     ]
+
+
+WAITS = "waits for another generation to begin"
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize(
+    ("names", "gone", "least", "without"),
+    [
+        pytest.param("abcd", "b", 1, {}, id="one that is not the rendezvous host"),
+        pytest.param("abcd", "a", 1, dict.fromkeys("bcd", WAITS), id="the rendezvous host"),
+        pytest.param("abcd", "cd", 1, dict.fromkeys("ab", WAITS), id="half: no majority is left"),
+        pytest.param("abc", "bc", 1, None, id="more than half"),
+        pytest.param("abc", "b", 3, None, id="one too many"),
+    ],
+)
+def test_who_is_left_of_a_start_goes_on_or_waits_for_another_generation_or_the_start_ends_at_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: str,
+    gone: str,
+    least: int,
+    without: dict[str, str] | None,
+    is_known: bool,
+) -> None:
+    """More than half that cannot be reached may be training together. Some are known before: they got no go."""
+    monkeypatch.setattr(started, "STARTED_TIMEOUT_S", 3.0 if without is None else 30.0)
+    timer = Mock()
+    monkeypatch.setattr(started.threading, "Timer", timer)
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.run.nodes = dict.fromkeys(names, nodes.run.nodes["a"])
+    lost = {name: ChannelLost(name, "no answer within 30 s") for name in gone}
+    polls = dict.fromkeys(names, 0)
+    asked = set[str]()
+
+    def status(host: str, _: Any) -> dict[str, Any]:
+        asked.add(host)
+        if host in lost:
+            raise lost[host]
+        polls[host] += is_known or asked >= lost.keys()
+        return {**STATUS, "state": "rendezvous" if polls[host] <= 3 else "running", "members": list(names)}
+
+    nodes.answers["status"] = status
+    known = lost if is_known else {}
+    if without is None:
+        with pytest.raises(KitError) as error:
+            started.wait_started(nodes.client, list(names), least=least, say=print, lost=known)
+        assert str(error.value) == "\n".join(map(str, lost.values()))
+        assert not (is_known and asked)
+    else:
+        told = started.wait_started(nodes.client, list(names), least=least, say=print, lost=known)
+        waits = {name: f"{name}: {why}" for name, why in without.items()}
+        assert {name: str(each) for name, each in told.items()} == {
+            **{each.host: str(each) for each in lost.values()},
+            **waits,
+        }
+        assert asked == set(names) - known.keys()
+        assert without or all(polls[name] == 4 for name in names if name not in gone), "until they run"
+    timer.return_value.cancel.assert_called_once_with()
