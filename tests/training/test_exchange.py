@@ -83,8 +83,9 @@ with World.from_env() as world:
             here = replace(here, kept=Kept(state, age, lambda: False, attempt))
         if world.rank == 3 and (scenario / "arrives damaged").exists():
             Damaged.left = int((scenario / "arrives damaged").read_text())
+        writes = None if scenario.name == "joins" else said["writes"]
         try:
-            found = exchange.newest_of_all(snapshots, here, writes=said["writes"], is_mapped=True)
+            found = exchange.newest_of_all(snapshots, here, writes=writes, is_mapped=True)
             said["weights"] = found and float(found.state["weights"][-1])
             said["step"] = found and found.state["step"]
             said["source"] = found and found.source

@@ -807,6 +807,134 @@ def test_a_node_that_cannot_be_reached_is_said_so_once_and_again_when_it_was_the
     assert view.said == [lost, "b: reached again", lost]
 
 
+def test_what_a_node_says_counts_until_it_says_something_else_or_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    runs_: Any = {**fake_nodes.STATUS, "attempt": "0.1", "workers": [{"rank": 3}], "address": "10.0.0.1"}
+    away: Any = {**fake_nodes.STATUS, "state": "rendezvous", "ended": [3]}
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
+        for status in (runs_, runs_, away):
+            supervisor._take("a", "part", {"status": status, "logs": [], "events": []})
+        assert supervisor._statuses == {"a": away}
+        assert supervisor._lines["a"].startswith("rendezvous")
+        told = supervisor._told["a"]
+        assert (told.state, told.ended) == ("rendezvous", (3,))
+        assert (told.attempt, told.ranks, told.address) == ("0.1", (3,), "10.0.0.1"), "what it had last"
+        supervisor._take("a", "lost", HostError("a", "no answer within 3 s"))
+        assert supervisor._statuses == {}
+        assert supervisor._told["a"].silent_since is not None
+        assert not supervisor._seen["a"].reachable
+        assert supervisor._lines["a"] == "unreachable  trying again"
+    found = [
+        each.fields for each in events.read(nodes.run.folder) if each.kind in ("node-state", "unreachable")
+    ]
+    assert [(each.get("state"), each.get("attempt"), each.get("why")) for each in found] == [
+        ("running", "0.1", None),
+        ("rendezvous", None, None),
+        (None, None, "no answer within 3 s"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("problem", BrokenHost("a", "Xid 79")), ("refused", KitError("full"))]
+)
+def test_why_a_start_failed_counts_until_an_agent_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: supervise.Heard, error: KitError
+) -> None:
+    dead = {**fake_nodes.STATUS, "alive": False, "state": None, "agent": "", "agent_log": ""}
+    with supervising(Nodes(tmp_path, monkeypatch), monkeypatch, lambda state, _: (state, [])) as (
+        supervisor,
+        _,
+    ):
+
+        def known() -> tuple[str, str]:
+            return supervisor._seen["a"].problem, supervisor._seen["a"].broken
+
+        supervisor._take("a", "ended", dead)
+        supervisor._take("a", kind, error)
+        why = ("Xid 79", "Xid 79") if kind == "problem" else ("", "")
+        assert known() == why
+        supervisor._take("a", "ended", dead)
+        assert known() == why
+        supervisor._take("a", "unknown", None)
+        assert known() == why
+        assert supervisor._seen["a"] == Observation(problem=why[0], broken=why[1]), "no folder, and no fence"
+        supervisor._take("a", "ended", {**dead, "alive": True, "state": "starting"})
+        assert known() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "message"),
+    [
+        ({"alive": False, "state": None, "agent": "1.2"}, "starting", "no torch"),
+        ({"alive": False, "state": "running", "message": "m"}, "running", "no torch"),
+        ({"alive": False, "state": "failed", "message": "m"}, "failed", "m"),
+        ({"alive": False, "state": "running", "message": "m", "cure": "c"}, "running", "m"),
+        ({"alive": True, "state": "running", "message": "m"}, "running", "m"),
+    ],
+)
+def test_why_an_agent_is_gone_is_told_by_itself_or_else_by_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: Any, state: str, message: str
+) -> None:
+    with supervising(Nodes(tmp_path, monkeypatch), monkeypatch, lambda state, _: (state, [])) as (
+        supervisor,
+        _,
+    ):
+        supervisor._tell("a", {"agent_log": "no torch\n", **status})
+        assert (supervisor._told["a"].state, supervisor._told["a"].message) == (state, message)
+
+
+def test_of_a_progress_bar_the_last_state_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with supervising(Nodes(tmp_path, monkeypatch), monkeypatch, lambda state, _: (state, [])) as (
+        supervisor,
+        view,
+    ):
+        monkeypatch.setattr(view, "log", Mock())
+        logs = [("rank12-0.1.log", "1%\r50%\r100%\r\n\nloss 3\n")]
+        supervisor._take("a", "part", {"status": dict(fake_nodes.STATUS), "logs": logs, "events": []})
+        view.log.assert_called_once_with("a", "12", ["100%", "", "loss 3"])
+
+
+def test_when_a_rank_failed_is_told_by_the_supervisors_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which one failed first would be another by the clocks of their hosts."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.run.clock_offsets = {"a": 7.0, "b": -7.0}
+    told = {"rank": 0, "world_size": 2, "attempt": "0.0", "exitcode": 1, "log": "/l", "error": "ValueError"}
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
+        nodes.run.clock_offsets = {"a": 7.0, "b": -7.0}
+        for name, when in (("a", 107.0), ("b", 94.0)):
+            status: Any = {"alive": True, "state": "running", "failures": [{**told, "when": when}]}
+            supervisor._tell(name, status)
+        assert [supervisor._told[name].failures[0].when for name in "ab"] == [100.0, 101.0]
+
+
+def test_of_a_node_whose_agent_is_gone_it_is_shown_what_is_done_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    dead = {**fake_nodes.STATUS, "alive": False, "agent_log": ""}
+    failed = {**dead, "state": "failed"}
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
+
+        def shown(status: dict[str, Any], busy: str | None = None) -> str:
+            if busy is not None:
+                supervisor._take("a", "busy", busy)
+            supervisor._take("a", "ended", status)
+            return supervisor._lines["a"]
+
+        assert shown(dead) == "gone"
+        assert shown(dead, "starting its agent") == "starting its agent"
+        assert shown(failed) == "failed"
+        assert shown(dead, "") == "gone"
+        nodes.run.drain({"a": ""})
+        supervisor._drained.look()
+        assert shown(dead) == shown(failed) == "drained"
+        assert shown({**dead, "alive": True}) == "running"
+
+
 @pytest.mark.parametrize("by", ["", "kit down"])
 def test_nobody_is_started_or_called_in_any_more_once_somebody_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
