@@ -797,14 +797,18 @@ def test_a_node_that_cannot_be_reached_is_said_so_once_and_again_when_it_was_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(tmp_path, monkeypatch)
+    del nodes.client.channels["d"]  # it is reached only now
     with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, view):
         gone = HostError("b", "no answer within 3 s")
         for _ in range(3):
             supervisor._take("b", "lost", gone)
-        supervisor._take("b", "ended", dict(fake_nodes.STATUS))
+        for name in "bbad":
+            supervisor._take(name, "ended", dict(fake_nodes.STATUS))
         supervisor._take("b", "lost", gone)
     lost = "b: no connection from here: no answer within 3 s; trying again"
     assert view.said == [lost, "b: reached again", lost]
+    found = [(each.kind, each.about) for each in events.read(nodes.run.folder) if each.kind != "node-state"]
+    assert found == [("unreachable", "b"), ("reached", "b"), ("unreachable", "b")]
 
 
 def test_what_a_node_says_counts_until_it_says_something_else_or_cannot_be_reached(
