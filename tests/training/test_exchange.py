@@ -18,7 +18,7 @@ from nodekit.training import Manifest, Snapshots
 from nodekit.training.snapshots import exchange
 from nodekit.training.snapshots.files.found import NoneLoads
 from nodekit.training.snapshots.files.manifest import Loaded
-from nodekit.training.snapshots.tensor_bytes import without_tensors
+from nodekit.training.snapshots.tensor_bytes import Place, without_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -365,12 +365,14 @@ def test_what_cannot_be_loaded_by_all_is_passed_over_for_an_older_one(
         return own if manifest.step == 5 else None
 
     monkeypatch.setattr(exchange, "_everywhere", everywhere)
-    monkeypatch.setattr(exchange, "_rest_of", lambda _, state, __: exchange.without_tensors(state))
+    of_rank_0 = {"x": Place(torch.float32, (9,)), "epoch": 1}
+    monkeypatch.setattr(exchange, "_rest_of", lambda *_: of_rank_0)
     world: Any = SimpleNamespace(gather=lambda value: [value], is_first_on_node=True, node_rank=0)
     snapshots = Snapshots(tmp_path)
     found = exchange._from_disks(snapshots, world, "", 3, None, writes=True, is_mapped=False)
     assert found
     assert found.manifest.step == 5
+    assert found.state["epoch"] == 1, "as on the rank whose snapshot it is"
     assert snapshots.generation == 3, "of the fence: with an older one it could save nothing"
 
 
