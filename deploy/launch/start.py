@@ -80,11 +80,11 @@ def start(
         starting.on_those_left(channels, lambda: starting.enter_environment(channels, asked))
     facts, planned = starting.on_those_left(channels, lambda: starting.check_and_plan(channels))
     run = _record(inventory, resumed, planned, facts, options, is_placed=bool(placed))
-    if resumed or broken:  # a node that the user had out may come back with a new start
-        run.drain(broken)
-    starting.tell(run, planned, facts)
     client = NodeClient(run, inventory, channels)
     try:
+        if resumed or broken:  # a node that the user had out may come back with a new start
+            run.drain(broken)
+        starting.tell(run, planned, facts)
         interrupts.once()
         planned, targets, code = starting.send(client, planned, facts)
         without = starting.start_agents(client, planned, code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from fake_nodes import STATUS, Nodes, facts
 
 from nodekit.deploy.connect.channel import ChannelLost
-from nodekit.deploy.launch import start, started
+from nodekit.deploy.launch import broken_hosts, start, started, stopping
 from nodekit.deploy.launch.options import Options
+from nodekit.deploy.output.interrupts import NothingLeft
 from nodekit.deploy.plan.plan import Plan
 from nodekit.deploy.records import find_runs
 from nodekit.deploy.records.runs import Run
@@ -272,3 +274,20 @@ def test_who_is_left_of_a_start_goes_on_or_waits_for_another_generation_or_the_s
         assert asked == set(names) - known.keys()
         assert without or all(polls[name] == 4 for name in names if name not in gone), "until they run"
     timer.return_value.cancel.assert_called_once_with()
+
+
+def test_a_ctrl_c_while_a_start_is_put_on_record_leaves_no_run_that_starts_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    planned = Plan("lab-1", (nodes.client.node("a"),))
+    channels = dict(nodes.client.channels)
+    monkeypatch.setattr(start._Starting, "connect", lambda *_: channels)
+    monkeypatch.setattr(start._Starting, "check_and_plan", lambda *_: ({"a": facts("a")}, planned))
+    monkeypatch.setattr(start._Starting, "tell", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(broken_hosts, "leave_out", lambda given, *_: (given, {}))
+    monkeypatch.setattr(stopping, "NOT_STARTED_GRACE_S", 0.0)
+    options = Options(inventory=nodes.inventory.path, command=("job.py",), quiet=True)
+    with contextlib.ExitStack() as stack, pytest.raises(NothingLeft):
+        start.start(stack, nodes.inventory, nodes.run, options, placed="lab-1")
+    assert find_runs.find("lab-1").state == "stopped"
