@@ -240,23 +240,16 @@ def _attempt(
     except Exception as error:
         loop = loops.pop() if loops else None
         why = why_over(error)
-        kept = world.kept if world.kept and world.kept.is_held else None
-        if why:
-            world.leave_others()
+        kept = _last_step(world, loop) if why else None
+        if kept is not None and not stop.requested and world.may_stay:
+            # From here on this rank does not hear of another loss, nor answer.
+            world.stage(KEEPING, step=kept.age[1])
+            said = str(error).partition("\n")[0]  # NCCL's message has four lines; the first one is enough
+            print(f"nodekit: {why}: waiting with step {kept.age[1]} ({said})", file=sys.stderr)
+            traceback.clear_frames(error.__traceback__)
             if loop is not None:
-                try:
-                    kept = loop.keep()
-                except Exception as unmade:  # the one that has led here is the one to be reported
-                    logging.getLogger("nodekit.training").warning("no step is kept: %s", unmade)
-            if kept is not None and not stop.requested and world.may_stay:
-                # Who leaves no longer hears that another one is lost, nor answers.
-                world.stage(KEEPING, step=kept.age[1])
-                said = str(error).partition("\n")[0]  # of NCCL's four lines the first says it
-                print(f"nodekit: {why}: waiting with step {kept.age[1]} ({said})", file=sys.stderr)
-                traceback.clear_frames(error.__traceback__)
-                if loop is not None:
-                    _forget(loop)
-                return kept
+                _forget(loop)
+            return kept
         if isinstance(error, Fenced):
             stop.end_within_grace(EXIT_FENCED)
             print(f"nodekit: {error}", file=sys.stderr)
@@ -273,7 +266,7 @@ def _attempt(
         stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
         if not stop.requested and (parent is None or parent.is_first()):
             _report(error)
-        is_saved = why and kept is not None and kept.save()
+        is_saved = kept is not None and kept.save()
         if loop is not None:
             loop.saver.settle()  # a snapshot on its way to the disk is work saved
         # Spawned ranks are stopped, too, when one of them has failed: then there is nothing to add.
@@ -281,6 +274,18 @@ def _attempt(
             print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
         world.close()
         return code
+
+
+def _last_step(world: "World", loop: "Loop | None") -> "Kept | None":
+    """Leave the process group, since another rank is lost, and return the newest whole step in memory, if any."""
+    world.leave_others()
+    if loop is None:  # the error came before there was one: what the earlier attempt has kept is still there
+        return world.kept if world.kept and world.kept.is_held else None
+    try:
+        return loop.keep()
+    except Exception as unmade:  # the error that ended the attempt is the one to be reported
+        logging.getLogger("nodekit.training").warning("no step is kept: %s", unmade)
+        return None
 
 
 def _run_loops(

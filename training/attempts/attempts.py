@@ -52,12 +52,9 @@ def run_attempts(
             return over.kept
         except BaseException as error:
             if why := why_over(error):
-                world.leave_others()
-                kept = world.kept_on(error)
-                if kept is None and world.kept is not None and world.kept.is_held:  # before the first step
-                    kept = world.kept
+                kept = _last_step(world, error)
                 if kept is not None and world.may_stay:
-                    # Who leaves no longer hears that another one is lost, nor answers.
+                    # From here on this rank does not hear of another loss, nor answer.
                     world.stage(KEEPING, step=kept.age[1])
                     log.warning("%s: waiting with step %d for the next attempt (%s)", why, kept.age[1], error)
                     return kept
@@ -86,6 +83,14 @@ def run_attempts(
     finally:
         if not is_frozen:
             gc.unfreeze()  # what is open or to be finalized at the end of the script is looked for
+
+
+def _last_step(world: World, error: BaseException) -> Kept | None:
+    """Leave the process group, since another rank is lost, and return the newest whole step in memory, if any."""
+    world.leave_others()
+    if (kept := world.kept_on(error)) is not None:
+        return kept
+    return world.kept if world.kept and world.kept.is_held else None  # before the first step of this attempt
 
 
 def _why_it_ends(world: World, stop: Stop) -> str:
