@@ -101,20 +101,17 @@ def nothing(*_: object) -> None:
 
 
 @contextmanager
-def build_lines(
-    *, silent: bool = False, file: TextIO | None = None
-) -> Iterator[Callable[[str, float, str], None]]:
+def build_lines(*, silent: bool) -> Iterator[Callable[[str, float, str], None]]:
     """Yield a function for the progress of builds, called with host, seconds and the last line of output."""
-    file = file or sys.stdout
     if silent:
         yield nothing
-    elif file.isatty():
+    elif sys.stdout.isatty():
         from rich.live import Live
         from rich.text import Text
 
         told: dict[str, tuple[float, str]] = {}
         lock = threading.Lock()
-        with Live(console=terminal.console(file), transient=True, auto_refresh=False) as live:
+        with Live(console=terminal.console(sys.stdout), transient=True, auto_refresh=False) as live:
 
             def show(host: str, seconds: float, said: str) -> None:
                 with lock:
@@ -131,6 +128,6 @@ def build_lines(
         def tell(host: str, seconds: float, said: str) -> None:
             if seconds - last.setdefault(host, 0.0) >= _BUILD_LINE_EVERY_S:
                 last[host] = seconds
-                print(f"  {host}: {seconds:.0f} s, {said[:120]}", file=file, flush=True)
+                print(f"  {host}: {seconds:.0f} s, {said[:120]}", flush=True)
 
         yield tell

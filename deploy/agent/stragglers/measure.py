@@ -12,7 +12,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,21 +128,18 @@ def _scheduled(pid: int) -> tuple[float, float]:
 
 
 def _full_queues(peers: Mapping[str, str]) -> set[str]:
-    """The nodes to which much data waits to be sent."""
+    """The nodes, by the addresses in `peers`, to which much data waits to be sent."""
+    found: set[str] = set()
     if not peers:  # of a host with much memory, the table takes the kernel 2 ms
-        return set()
-    return {peers[address] for address in _queues("/proc/net/tcp", peers)}
-
-
-def _queues(table: str, addresses: Collection[str]) -> Iterator[str]:
-    """The remote address of each connection with a full queue."""
-    wanted = {_as_kernel(address): address for address in addresses}
-    with contextlib.suppress(OSError), open(table, encoding="ascii") as file:  # noqa: PTH123
+        return found
+    wanted = {_as_kernel(address): name for address, name in peers.items()}
+    with contextlib.suppress(OSError), open("/proc/net/tcp", encoding="ascii") as file:  # noqa: PTH123
         for line in file:
             fields = line.split()
-            address = wanted.get(fields[2].partition(":")[0]) if len(fields) > 4 else None
-            if address and fields[3] == _ESTABLISHED and int(fields[4].partition(":")[0], 16) > _QUEUED_BYTES:
-                yield address
+            name = wanted.get(fields[2].partition(":")[0]) if len(fields) > 4 else None
+            if name and fields[3] == _ESTABLISHED and int(fields[4].partition(":")[0], 16) > _QUEUED_BYTES:
+                found.add(name)
+    return found
 
 
 def _as_kernel(address: str) -> str:
