@@ -27,8 +27,8 @@ TOLD_S = 0.1  # the same, where they are in NCCL and would not say
 ANSWERS_S = 10.0  # after a hang, for ranks to leave the collective that they wait in, and keep what they have
 PAUSE_S = 300.0  # for ranks to end their step, or their evaluation, while a node waits to come in; they train meanwhile
 JOINING_S = 60.0  # for ranks to make a first step, before a node that comes in is met
-MEMBERS_S = 0.4  # until the others are asked again, where ranks end one after the other
-TRAINS = "trains"  # what the node of rank 0 tells the others of a round, once its log shows that
+MEMBERS_S = 0.4  # between two questions to the store about the members, while ranks end one after the other
+TRAINS = "trains"  # what the node of rank 0 tells the others of a round, once its log shows training
 _POLL_S = 0.05
 # While ranks train, each look takes its share of a core from them, so all that is to be looked at is looked at in one.
 # A rank's end is told at once.
@@ -38,7 +38,7 @@ Why = Literal["done", "failed", "again"]
 
 
 class RoundWatch:
-    """Of one round after the other: why it is over, and what that says of the job."""
+    """Watches the ranks of each round until it is over, and decides whether the job goes on with another round."""
 
     def __init__(
         self,
@@ -50,28 +50,28 @@ class RoundWatch:
         pause_briefly: Callable[[], None],
         leave_if_broken: Callable[[Fault | None], None],
     ) -> None:
-        """No round yet.
+        """Watch no round yet.
 
         Args:
-            spec: this node's.
-            record: is told.
+            spec: of this node.
+            record: this node's event log.
             attempts: this node's ranks.
-            pause: called while it waits; what ends the wait is raised there.
-            pause_briefly: the same, cheaper.
-            leave_if_broken: raises where this node cannot go on, for a GPU's fault or a rank that cannot be ended.
+            pause: is called during each wait, and raises what ends it.
+            pause_briefly: the same, at less cost.
+            leave_if_broken: raises if this node cannot go on, for a GPU's fault or a rank that cannot be ended.
         """
         self._spec, self._record, self._attempts = spec, record, attempts
         self._pause, self._pause_briefly, self._leave_if_broken = pause, pause_briefly, leave_if_broken
         self._hang_diagnosis = HangDiagnosis(spec.hang, record)
         self._straggler_watch = StragglerWatch(record, spec.window_s)
         self.dying_s = 0 if spec.gpus else DYING_S
-        """How long ranks may take to say that they have lost another one: those that wait in NCCL do not find out."""
+        """How long ranks may take to report the loss of another one; 0 on GPUs: in NCCL they do not notice it."""
         self.budget = Budget(spec.max_restarts)
         self.failed_as = ""
         """Why a round was the last one, once it has ``failed``."""
 
     def until_over(self, spec: AgentSpec, rendezvous: Rendezvous, formed: Formed) -> Why:
-        """Until the workers are done, one has failed or hangs, or the members change; ends them but for ``done``."""
+        """Wait until the ranks are done, one fails or hangs, or the members change; end ranks that are not done."""
         attempts, self._spec = self._attempts, spec
         self._hang_diagnosis.begin(formed, attempts.pids, attempts.logs, attempts.recorder)
         self._straggler_watch.begin(formed, attempts.pids)
@@ -81,7 +81,7 @@ class RoundWatch:
         while True:
             if attempts.workers.wait(_POLL_S if time.monotonic() < hurry_until else _LOOK_S):
                 exits, members_at = attempts.poll(), 0.0
-                # Of a lost node the store may say so a moment later than the keepalive.
+                # A rank may end since another node is lost, which the store knows a moment later.
                 hurry_until = time.monotonic() + MEMBERS_S
                 self._record.update(ended=sorted(rank for rank, code in exits.items() if not code))
             attempts.look()
@@ -104,31 +104,12 @@ class RoundWatch:
                 hangs = self._hang_diagnosis.finds_a_hang(self._pause, has_ended=bool(exits))
                 self._straggler_watch.look()
             if hangs:
-                self._leave_if_broken(self._record.gpus.recent())
-                found = self._hang_diagnosis
-                tell: Kind | None = None
-                if found.may_stay:
-                    attempts.kill(found.behind)
-                    tell = "lost"
-                self._end(
-                    0,
-                    "a hang",
-                    tell,
-                    is_replaced=found.may_stay,
-                    ended_by=A_HANG,
-                    active_s=found.active_s,
-                    keep_s=ANSWERS_S,
-                )
-                reason = self.budget.hung() if found.is_stepless else None
-                if reason is not None:
-                    self.failed_as = reason
-                    return "failed"
-                return self._again_or_give_up()
+                return self._after_hang()
 
     def end_if_broken(self, rendezvous: Rendezvous, formed: Formed) -> Why | None:
-        """End the workers, which train while the agents meet for another round, once one has failed or a node is lost.
+        """End the ranks, which train while the agents meet for the next round, if one has failed or a node is lost.
 
-        They may pause already, as those of other nodes were told to.
+        They may have begun to pause, since ranks of other nodes were told to.
         """
         exits = self._attempts.failed_while_pausing()
         if self._is_broken(rendezvous, formed, exits):
@@ -138,15 +119,15 @@ class RoundWatch:
         return None
 
     def members_changed(self, rendezvous: Rendezvous, formed: Formed, *, is_ending: bool) -> Why | None:
-        """End the attempt if a member is lost; meet the others again, too, if a node comes in that can.
+        """End the attempt if a member is lost; ``again`` also if a node waits to join, and can.
 
-        Who waits to come in comes too late once some ranks have ended well (`is_ending`), unless another member has
-        left to meet it; the lost cannot take part.
+        It comes too late once some ranks have ended well (`is_ending`), unless another member has left the round for
+        its sake.
         """
         waiting = rendezvous.num_nodes_waiting()
         if rendezvous.is_closed:
             self._end(DYING_S, "another node ended the job")
-            return "again"  # which says how it has ended
+            return "again"  # the next rendezvous says how the job has ended
         if not waiting:
             return None
         with rendezvous.lost_store_is_told():  # asked last: who is gone by now, and not done, is lost
@@ -157,16 +138,16 @@ class RoundWatch:
                 return None
             if not gone and self._attempts.is_on:
                 if not away and self._attempts.is_joining and self._attempts.seconds < JOINING_S:
-                    return None  # first they are to have met, or some would wait for others that have left
+                    return None  # let the ranks join first, or some would wait for others that have left
                 formed.tell(LEAVES)
                 return "again"
         return self._after_loss(gone, num_waiting=max(0, waiting - rendezvous.num_lost))
 
     def pause_for(self, rendezvous: Rendezvous, formed: Formed, last: Formed) -> Why:
-        """Have the workers pause that have trained while all met; end them if some of the last round's are lost.
+        """Have the ranks pause that have trained during the rendezvous; end them if members of their round are lost.
 
-        Those that join each other yet, and those that evaluate, pause after that. Where it takes too long, they leave
-        the others as if one was lost, and keep their last step.
+        Ranks that still join each other, or evaluate, pause after that. If it takes too long, they leave the others as
+        if one was lost, and keep their last step.
         """
         if why := self.end_if_broken(rendezvous, last):
             return why
@@ -180,10 +161,10 @@ class RoundWatch:
         while True:
             goes_on = is_pausing() and time.monotonic() < until
             if why := self.end_if_broken(rendezvous, last):
-                return why  # all would wait for who is lost
+                return why  # all would wait for the lost rank
             if not goes_on:
                 break
-            rendezvous.num_nodes_waiting()  # looks whether the rendezvous host is lost
+            rendezvous.num_nodes_waiting()  # raises if the rendezvous host is lost
             self._pause_briefly()
             self._attempts.workers.wait(_POLL_S)
         tell: Kind = "pause"
@@ -192,17 +173,34 @@ class RoundWatch:
             rendezvous.tell_broken(last.round, is_explained=False)
             tell = "lost"
         self._end(self._spec.grace_s, "a node comes in", tell)
-        return self._again_or_give_up()
+        return self._again_unless(None)
 
     def _after_loss(self, names: list[str], *, num_waiting: int) -> Why:
-        """Some members are lost, or have ended their ranks; none, where all others have left to meet who comes in."""
+        """End the attempt since the members `names` are lost; none if all others have left to meet a new node."""
         if names:
             self._record.event("membership", lost=len(names), waiting=num_waiting, names=names)
         self._end(self.dying_s, "a node is lost", "lost")
-        return self._again_or_give_up()
+        return self._again_unless(None)
+
+    def _after_hang(self) -> Why:
+        """End the attempt, which hangs; ranks that only wait for the hanging ones may keep their step and stay."""
+        self._leave_if_broken(self._record.gpus.recent())
+        found = self._hang_diagnosis
+        if found.may_stay:
+            self._attempts.kill(found.behind)
+        self._end(
+            0,
+            "a hang",
+            "lost" if found.may_stay else None,
+            is_replaced=found.may_stay,
+            ended_by=A_HANG,
+            active_s=found.active_s,
+            keep_s=ANSWERS_S,
+        )
+        return self._again_unless(self.budget.hung() if found.is_stepless else None)
 
     def _is_broken(self, rendezvous: Rendezvous, formed: Formed, exits: Mapping[int, int]) -> bool:
-        """Whether some worker of the round has ended badly; if one has here (`exits`), the others are told."""
+        """Whether a rank of the round, on any node, has failed; if one has here (`exits`), tell the other nodes."""
         if any(exits.values()):
             rendezvous.tell_broken(formed.round, is_explained=self._attempts.say_why(exits))
             return True
@@ -211,7 +209,7 @@ class RoundWatch:
         return rendezvous.is_broken(formed.round)
 
     def _after_failure(self, rendezvous: Rendezvous, formed: Formed) -> Why:
-        """Some worker, here or elsewhere, has ended badly: take down what was said, and judge whose fault it was."""
+        """End the attempt, since a rank has failed on some node: record the failures, and charge our own."""
         wait_s = EXPLAINED_S if rendezvous.is_explained(formed.round) else DYING_S
         failures = self._attempts.failures(TOLD_S if self._spec.gpus else wait_s)
         own = [each for each in failures if not is_secondary(each["error"], each["exitcode"])]
@@ -219,31 +217,28 @@ class RoundWatch:
         ended_by = (first["error"].strip() or how_it_ended(first["exitcode"])) if first else ""
         why = "a rank failed" if own else "a rank of another node failed"
         self._end(0, why, "lost", is_replaced=True, ended_by=ended_by)
-        verdict = self._judge(first, formed) or self._again_or_give_up()
-        self._attempts.ask_the_kernel(failures)  # beside that: its log is long
+        verdict = self._again_unless(None if first is None else self._charge(first, formed))
+        self._attempts.ask_the_kernel(failures)  # after the ranks are replaced: the kernel's log is long
         self._record.failed(failures)
         if first:
             said: list[WorkerFailure] = [{**each, "error": message_of(each["error"])} for each in own]
             self._leave_if_broken(self._record.gpus.blamed_for(said))
         return verdict
 
-    def _judge(self, first: WorkerFailure | None, formed: Formed) -> Why | None:
-        """``failed`` if the failure is this node's own, and one too many."""
-        if first is None:
-            return None
+    def _charge(self, failure: WorkerFailure, formed: Formed) -> str | None:
+        """Charge a failure of this node's own ranks to the budget; None to go on, else why not."""
         seems_trained = False
         with contextlib.suppress(RuntimeError):  # the store is lost
             seems_trained = len(formed.without(TRAINS)) < len(formed.members)
-        reason = self.budget.crashed(first, seems_trained=seems_trained)
-        if reason is None:
-            return None
-        self.failed_as = reason
-        return "failed"
+        return self.budget.crashed(failure, seems_trained=seems_trained)
 
-    def _again_or_give_up(self) -> Why:
-        if not self.budget.is_fruitless:
+    def _again_unless(self, reason: str | None) -> Why:
+        """``failed`` for a reason, or if too many attempts in a row have brought no progress; else ``again``."""
+        if reason is None and self.budget.is_fruitless:
+            reason = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
+        if reason is None:
             return "again"
-        self.failed_as = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
+        self.failed_as = reason
         return "failed"
 
     def _end(
@@ -257,16 +252,16 @@ class RoundWatch:
         active_s: float | None = None,
         keep_s: float | None = None,
     ) -> None:
-        """End the attempt, and count what it came to.
+        """End the attempt, and count its progress.
 
         Args:
             grace_s: as of `Attempts.end`.
             why: likewise.
             tell: likewise.
-            is_replaced: whether ranks that have ended are replaced, first of all: a new one needs its time. Should the
-                job have failed, that one is ended with it.
+            is_replaced: whether to start ranks in place of those that have ended, at once, since they need time to
+                import. If the job turns out to have failed, they are ended with it.
             ended_by: as of `Budget.took_steps`.
-            active_s: of an attempt that hung, how long it went until then.
+            active_s: how long an attempt that hung went on before that.
             keep_s: as of `Attempts.end`.
         """
         self._attempts.end(grace_s, why, tell=tell, keep_s=keep_s)
