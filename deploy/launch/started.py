@@ -16,7 +16,7 @@ from nodekit.inventory.errors import HostError, KitError
 
 STARTED_TIMEOUT_S = 120.0
 SLOW_S = 20.0
-"""After so long it is said which nodes are waited for, and what they do; the first meeting takes up to 15 s."""
+"""After so long the user is told which nodes do not train yet; the first rendezvous takes up to 15 s."""
 NOT_REACHED = (
     "is there a firewall between them? kit check tries every pair of hosts, also with full-size packets"
 )
@@ -30,38 +30,29 @@ def wait_started(
     say: Callable[[str], object],
     lost: Mapping[str, KitError] = MappingProxyType({}),
 ) -> dict[str, KitError]:
-    """Wait until workers run (or a node has more to say than that); the nodes that the job begins without, and why.
+    """Wait until the ranks run on every node, or have ended; return the nodes that the job begins without, and why.
 
-    That a node is lost meanwhile, or cannot reach those that train, is no reason to stop these. Where it is the
-    rendezvous host, or half of all, the supervisor has another generation begin on those that are left.
+    A node that is lost meanwhile, or cannot reach those that train, does not stop these. If the rendezvous host or half
+    of all nodes are lost, the supervisor begins another generation on those that are left.
 
     Args:
-        client: what acts on the nodes.
-        nodes: those that have a vote, the rendezvous host first.
-        least: how few of them will do.
-        say: what the user is told.
-        lost: those that may not have heard their go, and why.
+        client: acts on the nodes.
+        nodes: the voters, the rendezvous host first.
+        least: the fewest of them that the job needs.
+        say: is called with what the user is to be told.
+        lost: nodes that may not have received their start, and why.
 
     Raises:
-        HostError: an agent ended at once, a host was lost, or the nodes did not find each other in time; of so many
-            that fewer than `least` are left, or that the others may be training together.
+        HostError: agents ended at once, hosts were lost, or nodes did not meet in time, and either fewer than `least`
+            nodes are left, or the lost ones may be training together.
         KitError: the run was stopped.
     """
     deadline = time.monotonic() + STARTED_TIMEOUT_S
-    is_in_vain = threading.Event()  # too few are left, and would wait for the others until the deadline
+    is_in_vain = threading.Event()  # too few nodes are left: do not wait until the deadline
     members: set[str] = set()
     absent: dict[str, KitError] = {}
     lost = dict(lost)
     states: dict[str, str] = {}
-
-    def tell() -> None:
-        found: dict[str, list[str]] = {}
-        for name in nodes:
-            if state := states.get(name):
-                found.setdefault(state, []).append(name)
-        where = [f"{names(those)} ({state})" for state, those in found.items()]
-        hint = f": {NOT_REACHED}" if found.keys() <= {"rendezvous", "orphaned"} else ""
-        say(f"{'start':<8} after {SLOW_S:.0f} s still waiting for {', '.join(where)}{hint}")
 
     def are_too_few() -> bool:
         num_left = len(nodes) - len(lost)
@@ -104,7 +95,7 @@ def wait_started(
         finally:
             states.pop(name, None)
 
-    late = threading.Timer(SLOW_S, tell)
+    late = threading.Timer(SLOW_S, lambda: say(_still_waiting(nodes, states)))
     late.start()
     try:
         if are_too_few():
@@ -113,6 +104,17 @@ def wait_started(
     finally:
         late.cancel()
     if lost:
-        refuse_stopped(client.run)  # that is why an agent has ended
+        refuse_stopped(client.run)  # then that is why the agents have ended
     all_or_raise(found if are_too_few() else {name: found[name] for name in nodes if name not in lost})
     return {name: each for name in nodes if (each := lost.get(name) or absent.get(name))}
+
+
+def _still_waiting(nodes: Sequence[str], states: Mapping[str, str]) -> str:
+    """The line that names the nodes which do not train yet; other threads change `states` meanwhile."""
+    found: dict[str, list[str]] = {}
+    for name in nodes:
+        if state := states.get(name):
+            found.setdefault(state, []).append(name)
+    where = [f"{names(those)} ({state})" for state, those in found.items()]
+    hint = f": {NOT_REACHED}" if found.keys() <= {"rendezvous", "orphaned"} else ""
+    return f"{'start':<8} after {SLOW_S:.0f} s still waiting for {', '.join(where)}{hint}"

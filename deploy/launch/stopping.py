@@ -22,12 +22,12 @@ NOT_STARTED_GRACE_S = 5.0
 def stop(
     stop_all: Callable[..., dict[str, Any]], interrupts: Interrupts, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Stop it, and kill it at the next Ctrl-C: host → what was found there, or the exception.
+    """Stop a run, and kill it at the next Ctrl-C: host → what was found there, or the exception.
 
     Args:
-        stop_all: does so, with the keyword `force` at once.
-        interrupts: those meanwhile.
-        say: what the user is told.
+        stop_all: stops the run; with ``force=True`` kills it.
+        interrupts: of the user's while it stops.
+        say: is called with what the user is to be told.
     """
     interrupts.hold()
     results: dict[str, Any] = {}
@@ -43,12 +43,12 @@ def stop(
 
 
 def unheard(run: Run, results: Mapping[str, Any], *, lost: bool = False) -> list[str]:
-    """The nodes of a run that were not told to stop, by what `stop` gave.
+    """The nodes of a run that may not have stopped, by the result of `stop`.
 
     Args:
         run: the run.
-        results: host → what was found there, or the exception; without those that could not be asked.
-        lost: leave out those that cannot be reached; of one that has answered, nobody knows that it is off.
+        results: host → what was found there, or the exception; hosts without a channel are absent.
+        lost: the user says that nodes which cannot be reached are off: leave these out, but none that has answered.
     """
     left = [name for name in run.nodes if name not in results or isinstance(results[name], Exception)]
     reached = {
@@ -60,7 +60,7 @@ def unheard(run: Run, results: Mapping[str, Any], *, lost: bool = False) -> list
 
 
 def refused(results: Mapping[str, Any]) -> dict[str, RemoteError]:
-    """Those of `results` where the host has answered, and could not stop it: SIGKILL may not end an agent."""
+    """The hosts of `results` that have answered, but could not stop the run: SIGKILL may not end an agent."""
     return {name: each for name, each in results.items() if isinstance(each, RemoteError)}
 
 
@@ -72,22 +72,22 @@ def record_end(
     *,
     alive: Mapping[str, RemoteError] | None = None,
 ) -> None:
-    """Record that a run is over, unless nodes that have not heard of that may be training together.
+    """Record that a run is over, unless nodes that did not get the stop may be training together.
 
-    Else the next `kit up` would begin a second group beside them. Nothing is done where the run was begun anew since.
+    Else the next `kit up` would begin a second group beside them. Does nothing if the run was started again meanwhile.
 
     Args:
         run: the run.
-        nodes: those that have not heard of it.
-        record: does so.
-        say: what the user is told.
-        alive: those of them whose host has answered why they were not stopped, as of `refused`.
+        nodes: those that did not get the stop.
+        record: writes the end down.
+        say: is called with what the user is to be told.
+        alive: those of `nodes` whose host has answered why they were not stopped, as of `refused`.
 
     Raises:
         NotWritten: the disk is full, or gone.
     """
     started = run.started
-    with contextlib.suppress(KitError):  # who only watches knows who voted when it began to
+    with contextlib.suppress(KitError):  # a process that only watches has read the voters long ago
         run.reload()
     if run.started != started:
         return
@@ -107,7 +107,7 @@ def record_end(
 
 
 def _may_go_on(run: Run, nodes: Collection[str]) -> bool:
-    """What Slurm has started it ends; and nobody goes on who has had no go in this generation."""
+    """Whether these nodes may train without the others; not under Slurm, which ends all, nor if none was started."""
     if run.is_placed or run.judgement.get("generation", -1) < run.generation:
         return False
     return State.from_dict(run.judgement, Rules.of(restore(run.inventory))).may_train(nodes)
@@ -116,11 +116,11 @@ def _may_go_on(run: Run, nodes: Collection[str]) -> bool:
 def undo(
     client: NodeClient, error: BaseException, interrupts: Interrupts, say: Callable[[str], None]
 ) -> bool:
-    """Stop what a start has begun that ends with `error`, and record that; whether all is stopped, for sure."""
+    """Stop what a start that failed with `error` has begun, and record that; whether all is known to be stopped."""
     run = client.run
     if isinstance(error, KeyboardInterrupt) and not run.stopped_by:
         run.say_stop(str(error) or "Ctrl-C")  # it is no failure: the user, or Slurm, wanted that
-    # Agents that got their go are stopped; those that did not end with their channel.
+    # Agents that were started are stopped; those that still wait for their start end with their channel.
     results = stop(
         lambda *, force: client.stop_all(grace_s=NOT_STARTED_GRACE_S, force=force), interrupts, say
     )

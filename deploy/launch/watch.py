@@ -52,21 +52,22 @@ def watch(
     interrupts: Interrupts | None = None,
     lock: locks.SupervisorLock | None = None,
 ) -> int:
-    """Watch a run to its end, and act for it unless another does; Ctrl-C stops it everywhere. The exit status.
+    """Watch a run to its end, and supervise it unless another process does; return the exit status.
 
-    So does SIGTERM where a user has this process act for the run; else it ends this process alone.
+    Ctrl-C stops the run on all nodes. So does SIGTERM if a user has started this process and it supervises the run;
+    else SIGTERM ends this process alone.
 
     Args:
-        client: what acts on the nodes.
-        options: the command line's.
-        tail_bytes: of each log that is there already, show only this much.
+        client: acts on the nodes.
+        options: of the command line.
+        tail_bytes: how much to show of each log that exists already.
         shown: node → log → how much of it has been shown.
-        is_asked: whether a user sits there.
-        interrupts: Ctrl-C's; None where signals are the caller's.
-        lock: the run's, where it may be held already.
+        is_asked: whether a user has started this process, and sees what it prints.
+        interrupts: Ctrl-C and SIGTERM; None if the caller handles signals.
+        lock: the supervisor's lock of the run, if the caller may hold it already.
     """
     interrupts = interrupts or Interrupts()
-    interrupts.hold()  # one that comes before there is what stops the run stops it a moment later
+    interrupts.hold()  # until there is a supervisor, which can stop the run
     run, lock = client.run, lock or locks.SupervisorLock(client.run)
 
     def stays() -> str:
