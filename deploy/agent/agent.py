@@ -45,8 +45,8 @@ from nodekit.deploy.host.schema import EndCause, Finished
 
 ORPHANED_RETRY_S, MAX_ORPHANED_RETRY_S = 1.0, 120.0
 ORPHANED_OFTEN_S = 600.0
-LOST_S = 2.0  # beyond the keepalive's own time, until all know that a member is lost
-SETTLE_S = 20.0  # to copy the last of them, at the end
+LOST_S = 2.0  # added to the keepalive's own time: until all nodes know that a member is lost
+SETTLE_S = 20.0  # for copying the last snapshots to other nodes, at the end
 _POLL_S = 0.05
 
 
@@ -60,7 +60,7 @@ class Agent:
     def __init__(
         self, spec: AgentSpec, record: EventLog, check_stop: Callable[[], None], server: ForkServer | None
     ) -> None:
-        """`check_stop` raises if this process was asked to end."""
+        """Start nothing yet; `check_stop` raises if this process was asked to end."""
         self._spec = spec
         self._record = record
         self._check_stop = check_stop
@@ -88,7 +88,7 @@ class Agent:
         self._say_where()
 
     def run(self) -> int:
-        """To the end: 0 trained, 3 failed."""
+        """Run to the end of the job; return 0 if it succeeded, 3 if it failed."""
         following: Callable[[], int | None] = self._generation
         lacking: OSError | None = None
         while True:
@@ -118,13 +118,13 @@ class Agent:
     def _generation(self) -> int:
         spec = self._spec
         self._pause()
-        # Orphaned it is until it has found its way back: the supervisor goes by that.
+        # Keep the state "orphaned" until the rendezvous is reached again: the supervisor relies on it.
         state = "orphaned" if self._is_orphan else "starting"
         self._record.update(state=state, generation=spec.generation, workers=[], blocked="")
-        # Before it meets the others: whoever waits here still hears what it is told.
+        # Before the rendezvous: the agent still takes orders while it waits here.
         self._attempts.workers.warm_up(self._pause)
         if spec.joins:
-            self._attempts.stand_by(spec, self._pause)  # nobody else is to wait for our imports and data
+            self._attempts.stand_by(spec, self._pause)  # the others need not wait for our imports
         wake = self._attempts.workers.wake
         self._rendezvous = rendezvous = Rendezvous(spec, self._pause, self._record.event, wake)
         self._is_orphan = False
@@ -194,7 +194,7 @@ class Agent:
         return self._end("failed", self._watch.failed_as) if why == "failed" else None
 
     def _loses_one(self, rendezvous: Rendezvous, formed: Formed) -> bool:
-        """Whether a member of the round is missed, or the rendezvous host, in the time in which one that is lost is."""
+        """Wait as long as the keepalive takes to notice a loss; whether it misses a member or the rendezvous host."""
         until = time.monotonic() + LOST_S + self._spec.keep_alive_s * self._spec.lost_after
         while time.monotonic() < until:
             if rendezvous.has_lost(formed):
@@ -227,8 +227,8 @@ class Agent:
         self._record.event("generation", generation=spec.generation, host=spec.master_addr)
 
     def _wait_fenced(self) -> None:
-        """This generation is over: until the supervisor calls into the next one; Superseded then."""
-        # Who keeps a step can commit no other here, and goes on with it in the next generation.
+        """This generation is over: wait until the supervisor calls this node into the next one, by `Superseded`."""
+        # Ranks that keep their last step commit no other one here; they go on with it in the next generation.
         self._attempts.end(self._watch.dying_s, "fenced", tell="lost", waits=True)
         self._record.update(state="fenced", workers=[], members=[], blocked="")
         self._leave()
@@ -240,7 +240,7 @@ class Agent:
         raise WaitedInVain(f"nobody called this node into the next generation for {self._spec.wait_s:.0f} s")
 
     def _wait_orphaned(self, lost: StoreLost) -> None:
-        """The store is lost: until it can be reached again, or the supervisor calls."""
+        """The store is lost: wait until it can be reached again, or the supervisor calls."""
         why = str(lost)
         self._attempts.end(DYING_S, "the rendezvous host is lost", tell="lost", waits=True)
         self._leave()
@@ -269,7 +269,7 @@ class Agent:
             time.sleep(_POLL_S)
 
     def _pause(self) -> None:
-        """Called wherever the agent waits: what ends the wait is raised here."""
+        """Raise whatever ends the present wait; called again and again wherever the agent waits."""
         self._check_stop()
         if not self._is_done:
             self._leave_if_broken(self._record.gpus.fatal)
@@ -284,13 +284,13 @@ class Agent:
                 raise GivenUp
 
     def _pause_briefly(self) -> None:
-        """`_pause`, without reading what is in the node's folder while that does not change."""
+        """As `_pause`, but read the orders in the node's folder only if they may have changed."""
         self._check_stop()
         if self._orders.may_have_changed():
             self._pause()
 
     def _leave_if_broken(self, fault: Fault | None = None) -> None:
-        """Raise Broken, without ranks, for a GPU that they cannot go on with or a rank that cannot be ended."""
+        """Kill the ranks and raise Broken for a GPU's fault; raise Broken too if a rank cannot be ended."""
         if fault is not None:
             self._attempts.end(0, str(fault))
         if fault is not None or self._attempts.workers.stuck:
@@ -318,7 +318,7 @@ class Agent:
 
     def _own(self) -> dict[str, Any]:
         self._voters = self._orders.voters(self._voters)
-        # Other ranks than kit's may save some until their attempt ends.
+        # Scripts of the user's may write such files until their attempt ends.
         has_files = self._replicas is not None and (
             not is_training_module(self._spec) or self._replicas.has_files
         )
@@ -352,17 +352,17 @@ class Agent:
     # --- the end ---
 
     def _wait_for_the_others(self, rendezvous: Rendezvous, formed: Formed) -> Why:
-        """Wait, however long, until every rank of the round has ended well: then, and only then, the job has succeeded.
+        """Wait, without a limit, until all ranks of the round have ended well: only then the job has succeeded.
 
-        A node that fails or is lost before that leaves work undone: all start again from the snapshot. Upstream gives
-        up waiting after 300 s, and takes the job for succeeded then.
+        If a node fails or is lost before that, its work is missing, and all start again from the snapshot. torchrun
+        stops waiting after 300 s, and reports success.
         """
         look_at = 0.0
         with rendezvous.lost_store_is_told():
             others = [name for name in formed.without(DONE) if name != self._spec.name]
             self._record.update(state="waiting", done_at=time.time(), waits_for=others)
             if self._replicas is not None:
-                # While those who are to keep the last files are still here.
+                # While the nodes that are to hold copies of the last files are still here.
                 self._replicas.finish_copying(SETTLE_S)
             formed.tell(DONE)
             while not formed.have_all(DONE):
@@ -373,7 +373,7 @@ class Agent:
                         return why
                     self._record.update(waits_for=formed.without(DONE))
                 time.sleep(_POLL_S)
-        # It has succeeded, whatever happens now. Who has the store keeps it until the others have seen that.
+        # The job has succeeded, whatever happens now. The node with the store keeps it until the others have seen that.
         with contextlib.suppress(StoreLost, Fenced, Superseded), rendezvous.lost_store_is_told():
             formed.tell("left")
             if self._spec.is_host:
@@ -396,7 +396,7 @@ class Agent:
         except OSError as error:
             if not descriptors.are_used_up(error):
                 raise
-            return  # what is left ends with this process
+            return  # the ranks end with this process
         formed, rendezvous = self._formed, self._rendezvous
         if self._replicas is None or formed is None or rendezvous is None:
             return
@@ -419,7 +419,7 @@ class Agent:
             rendezvous.close()
 
     def _say_where(self) -> None:
-        """Where the rendezvous is, if it is here, or would be."""
+        """Record the port of the rendezvous, and the port held for it should the supervisor choose this node."""
         held_port = self._held.getsockname()[1]
         port = self._spec.master_port if self._spec.is_host else held_port
         self._record.update(port=port, held_port=held_port, electorate=self._voters.to_dict())

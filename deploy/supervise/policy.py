@@ -1,7 +1,7 @@
 """The supervisor's policy: what to do next, from what is known and what is observed. Pure; no clock, no network.
 
 `decide` is called again and again with what was last seen of every node. Each action is about one node and safe to
-repeat: it is asked for again when its effect has not been seen after a while. The story it tells:
+repeat: it is asked for again when its effect has not been seen after a while. In short:
 
 - A node without an agent gets one (`Start`); an agent of an older generation is called into the present one (`Join`).
 - The generation is *broken* when its rendezvous is gone (its host's agent has ended: a store is never opened twice
@@ -11,9 +11,9 @@ repeat: it is asked for again when its effect has not been seen after a while. T
   train after all, the fencing is called off.
 - When nodes are lost for a while and the others train on, the voters are reduced to them (`SetVoters`), and extended
   again when they are back, so that the next loss is measured against who is there.
-- What cannot be seen from here is left alone: an unreachable node whose peers train with it is fine.
-- A node that the user wants out has its agent ended (`Drain`), which saves with the others, and gets no other one.
-- A node that is broken is drained (`Exclude`), if the job can do without; else it is tried again as one that was lost.
+- Nothing is done about an unreachable node while a reachable one still lists it as a member of its round.
+- The agent of a node that the user drains is ended (`Drain`), after a snapshot with the others, and not started again.
+- A broken node is drained (`Exclude`) if the job can go on without it; else it is tried again, like one that was lost.
 
 A supervisor may die at any moment and another go on from `State.to_dict`. So whoever calls `decide` must have
 `to_dict` on disk, when it differs from what is there, *before* it carries out the actions that came with it.

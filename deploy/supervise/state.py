@@ -85,7 +85,7 @@ class NodeHistory:
     """What is remembered of one node."""
 
     failures: tuple[float, ...] = ()
-    """When it was lost, its agent ended, or a start failed; forgiven when all has been well for long."""
+    """When it was lost, its agent ended, or a start failed; a long time without one clears them."""
     agent: str = ""
     present: bool = False
     """Whether it was in the job when last seen."""
@@ -93,11 +93,11 @@ class NodeHistory:
     asked_at: float = 0.0
     problem: str = ""
     excluded: tuple[str, str] = ("", "")
-    """The agent, and what was broken, that it was taken out for last: once, for the user may have it back."""
+    """The agent and the fault that it was last excluded for: not twice for the same, the user may take it back."""
 
     @property
     def paused_until(self) -> float:
-        """Until when it is left out: longer and longer for a node that is lost again and again."""
+        """Until when it is not started or called again: an exponential backoff on repeated losses."""
         num_paused = len(self.failures) - FREE_FAILURES
         if num_paused <= 0:
             return 0.0
@@ -106,38 +106,38 @@ class NodeHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What the supervisor knows; what it decides, it decides from this and what it sees."""
+    """What the supervisor remembers from one decision to the next."""
 
     generation: int
     host: str
     """The node whose agent keeps the rendezvous store."""
     port: int
     voters: Voters
-    """The one in force."""
+    """The voters in force."""
     granted: Voters | None = None
-    """One that is being written down: until it is in force, either may be what a group goes by."""
+    """Newer voters that nodes are writing down; until they are in force, a group may go by either."""
     next_generation: int | None = None
-    """The one being fenced for."""
+    """The generation that is being fenced for; None if none is."""
     called_off: int = -1
-    """The last that was fenced for in vain. A `Start` or `Join` says it: up to here a fence holds no longer."""
+    """The last generation that was fenced for in vain; `Start` and `Join` pass it on: such fences hold no longer."""
     had_folder: frozenset[str] = frozenset()
-    """Those that have had a run folder."""
+    """Nodes that have had a run folder."""
     forgot: frozenset[str] = frozenset()
-    """Voters that have lost theirs since, and with it what they promised and held."""
+    """Voters that have lost their run folder since, with its fence and snapshots."""
     known: Mapping[str, NodeHistory] = field(default_factory=dict)
     met: tuple[str, ...] = ()
-    """While fencing: the nodes that had a way to each other."""
+    """While fencing: the nodes that could reach each other."""
     has_trained: bool = False
     """Whether this generation was seen to train."""
     elapsed_s: float = 0.0
-    """The time that decisions go by: it never goes back, and leaves out when nobody decided."""
+    """The time that decisions are based on: it never goes back, and stands still while no supervisor runs."""
     clock: float | None = None
     broken_since: float | None = None
     stuck_since: float | None = None
     fencing_since: float | None = None
     stable_since: float | None = None
     floor: tuple[int, int] = (-1, 0)
-    """What nodes must hold to be counted on, since `stable_since`."""
+    """The snapshot, as (generation, step), that a node must hold to count, since `stable_since`."""
     short_since: float | None = None
     ended_since: float | None = None
     said: Mapping[str, tuple[str, float]] = field(default_factory=dict)
@@ -145,11 +145,11 @@ class State:
 
     @property
     def newest(self) -> Voters:
-        """The voters that a `Start` or `Join` gives along."""
+        """The voters that `Start` and `Join` pass on."""
         return self.granted or self.voters
 
     def to_dict(self) -> dict[str, Any]:
-        """What another supervisor must know to go on, for JSON; see the top of this file."""
+        """What another supervisor must know to take over, for JSON; see ``policy.py``."""
         return {
             "generation": self.generation,
             "host": self.host,
@@ -182,11 +182,11 @@ class State:
         )
 
     def is_fenced_by(self, nodes: Collection[str]) -> bool:
-        """Whether, with these fenced, no group of the others may go on, by whichever voters."""
+        """Whether, once these are fenced, the other nodes may not train, by either set of voters."""
         return self.voters.is_fenced_by(nodes) and self.newest.is_fenced_by(nodes)
 
     def may_train(self, nodes: Collection[str]) -> bool:
-        """Whether a group of these might go on, by whichever voters."""
+        """Whether these nodes may train, by either set of voters."""
         return self.voters.may_train(nodes) or self.newest.may_train(nodes)
 
 

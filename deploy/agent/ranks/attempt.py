@@ -43,13 +43,13 @@ from nodekit.training.options.arguments import OptionsError, read
 from nodekit.training.process import stages
 
 LOG_TAIL_BYTES = 64 * 1024
-EXITS_NO_FAILURE = (0, 143, 144)  # done; after a snapshot at a step's edge; by a newer generation
-STAND_BY_S = 600.0  # for the imports and the data of ranks that join
-ALSO_S = 0.1  # of a node's ranks several may fail of the same
-# Looks, not seconds: while a machine stands still, or has no core to spare, its ranks cannot answer either.
-LOOK_S = 0.008  # the shortest that counts
-UNREAD_LOOKS = 200  # for ranks to read what they are told, one to two hundredths of a second each
-HEARD_LOOKS = 15  # from then until they say that they keep what they have; their main thread may be at work
+EXITS_NO_FAILURE = (0, 143, 144)  # done; stopped, after a snapshot; fenced by a newer generation
+STAND_BY_S = 600.0  # how long the ranks of a node that joins may take to import and to read their data
+ALSO_S = 0.1  # wait so long for further failures of the same cause, once a rank has said why it failed
+# Limits counted in looks, not in seconds: while a machine stands still, or has no core to spare, ranks cannot answer.
+LOOK_S = 0.008  # looks that follow each other sooner count as one
+UNREAD_LOOKS = 200  # until ranks must have read a message; a look takes one to two hundredths of a second
+HEARD_LOOKS = 15  # from then until they must have answered; their main thread may be at work
 _POLL_S = 0.02
 
 
@@ -62,13 +62,13 @@ class Attempts:
         self._name = spec.name
         self._folder = Path(spec.node_dir)
         self._messages = Messages(self._folder / "messages")
-        self._told: dict[int, Kind] = {}  # local ranks that have heard why this attempt ends
-        self._heard_looks = 0  # since all of these have read it
-        self._keeping: set[int] = set()  # those of them that keep what they have, or are to pause
-        self._staying: set[int] = set()  # those that wait for the next attempt, to go on in it
-        self._stayed: set[int] = set()  # those that have been told of this one
-        self._may_stay = False  # whether these can go on in another attempt
-        self._have_stayed = False  # whether there have been any, in this attempt or another
+        self._told: dict[int, Kind] = {}  # local rank → what it was told of this attempt's end
+        self._heard_looks = 0  # looks since all of these have read it
+        self._keeping: set[int] = set()  # local ranks that keep their step, or are to pause
+        self._staying: set[int] = set()  # local ranks that wait for the next attempt
+        self._stayed: set[int] = set()  # local ranks that go on in this attempt from an earlier one
+        self._may_stay = False  # whether the ranks of this attempt can go on in another one
+        self._have_stayed = False  # whether ranks have, in this attempt or an earlier one
         self._grace_s = spec.grace_s
         self._has_gpus = bool(spec.gpus)
         self._is_own_loop = not is_training_module(spec)
@@ -77,21 +77,21 @@ class Attempts:
         self.workers.preload(imports_for(spec.argv), self._base_environment())
         self._attempt = ""
         self._kernel = kernel.Watch()
-        self._standing_by: set[int] = set()  # those that wait for their first attempt
-        self._pids_then: Mapping[int, int] = {}  # of the ranks of `failures`
+        self._standing_by: set[int] = set()  # local ranks that wait for their first attempt
+        self._pids_then: Mapping[int, int] = {}  # rank → pid, when `failures` was last called
         self.is_on = False
-        """Whether an attempt has begun whose end is not told."""
+        """Whether an attempt has begun, and its end is not on record yet."""
         self._world_size = 0
         self.recorder: Mapping[str, str] = {}
-        """By which variables ranks know where torch's flight recorder is asked, and answers."""
+        """The environment variables that name the files of torch's flight recorder."""
         self.ranks: dict[int, int] = {}
         """Local rank → rank."""
 
     def stand_by(self, spec: AgentSpec, pause: Callable[[], None]) -> None:
-        """Have the ranks of a node that joins read their data before the others are interrupted for them.
+        """Start the ranks of a node that joins, and wait until they have read their data, before the others pause.
 
-        Kit's training module can wait for its attempt like that, and a script with `run_attempts`, which is known once
-        ranks of this run have stayed. Of other programs the imports are made ready.
+        Only kit's training module and scripts with `run_attempts` can wait for their attempt; that a script is one is
+        known once ranks of this run have stayed. For other programs only the imports are prepared.
         """
         if not self._can_stand_by(spec) or self.workers.pids:
             return
@@ -99,7 +99,7 @@ class Attempts:
         self._record.forget_progress()
         self.ranks = {local_rank: local_rank for local_rank in range(spec.nproc_per_node)}
         self._expected_snapshot, self._world_size = "", spec.nproc_per_node
-        # Or so: other nodes may have other numbers.
+        # An estimate: other nodes may have another number of ranks.
         self._start_standing_by(spec, self.ranks, num_ranks=spec.max_nodes * spec.nproc_per_node)
         until = time.monotonic() + STAND_BY_S
         while len(ready := self._in_stage(stages.WAITING)) < len(self.ranks):
@@ -113,7 +113,7 @@ class Attempts:
         self._staying = ready
 
     def replace(self, spec: AgentSpec) -> None:
-        """Have other ranks in place of those that have ended, ready as far as can be when the nodes have met again."""
+        """Start ranks in place of those that have ended, to import and read their data while the nodes meet."""
         ended = self.ranks.keys() - self.workers.pids.keys()
         if ended and self._can_stand_by(spec):
             self._start_standing_by(spec, ended, num_ranks=0)
@@ -127,7 +127,7 @@ class Attempts:
             self._messages.keep(local_rank)
             log = Path(self._log_before(local_rank))
             with contextlib.suppress(OSError):
-                log.unlink(missing_ok=True)  # the last one's
+                log.unlink(missing_ok=True)  # of the rank before
                 log.touch(mode=0o600)
         starts = [
             WorkerStart(
@@ -148,7 +148,7 @@ class Attempts:
         self._standing_by.update(local_ranks)
 
     def prepare(self, spec: AgentSpec, formed: Formed) -> None:
-        """Have the folders of an attempt ready, and tell who has met for it.
+        """Prepare the folders of an attempt, and record which nodes have met for it.
 
         Raises:
             OSError: the snapshot folder cannot be made, or what is expected in it cannot be read.
@@ -178,7 +178,8 @@ class Attempts:
             master=f"{formed.master_addr}:{formed.master_port}",
         )
         for local_rank in self._standing_by:
-            # What it has said, and says until it hears of the attempt. By a second name: it may open the first one yet.
+            # It goes on writing there until it hears of the attempt. Give the file a second name: it may not even have
+            # opened the first one yet.
             before, log = Path(self._log_before(local_rank)), Path(self._log_of(self.ranks[local_rank]))
             with contextlib.suppress(OSError):
                 try:
@@ -206,7 +207,7 @@ class Attempts:
         ended = self.workers.poll()
         there = self.workers.pids.keys() - ended.keys()
         waiting = there & (self._staying | self._standing_by)
-        if there != self.workers.pids.keys():  # who has ended while it stood by
+        if there != self.workers.pids.keys():  # some have ended while they stood by
             self.workers.stop(0, staying=lambda: waiting)
         stayed = waiting - self._standing_by
         self._have_stayed |= bool(stayed)
@@ -217,7 +218,7 @@ class Attempts:
                 continue
             changes = {key: value for key, value in start.env.items() if os.environ.get(key) != value}
             if not self._messages.send(start.local_rank, {"kind": "next", "env": changes, "log": start.log}):
-                os.kill(self.workers.pids[start.local_rank], signal.SIGKILL)  # its end is seen like any other
+                os.kill(self.workers.pids[start.local_rank], signal.SIGKILL)  # then it has failed
         anew = [start for start in starts if start.local_rank not in waiting]
         for start in anew:
             self._messages.renew(start.local_rank)
@@ -247,7 +248,7 @@ class Attempts:
         self.is_on = True
 
     def _environment(self, spec: AgentSpec, formed: Formed | None, local_rank: int) -> dict[str, str]:
-        """A worker's whole environment: torchrun's variables, and ours; before a round, as if this node were alone."""
+        """A worker's whole environment: torchrun's variables and ours; without `formed`, as if this node were alone."""
         rank = self.ranks[local_rank]
         group_rank, num_nodes, number = (
             (formed.group_rank, len(formed.members), formed.round) if formed else (0, 1, 0)
@@ -285,7 +286,7 @@ class Attempts:
 
     @staticmethod
     def _base_environment() -> dict[str, str]:
-        """What the environments of all workers and attempts have in common."""
+        """The part of the environment that all workers of all attempts have in common."""
         return {**os.environ, "PATH": programs.rank_path()}
 
     def _say_of_logs(self, kind: EventKind, **fields: Any) -> None:
@@ -297,42 +298,42 @@ class Attempts:
         return str(self._folder / "logs" / f"rank{rank}-attempt{self._attempt}.log")
 
     def _log_before(self, local_rank: int) -> str:
-        """Of a rank whose attempt is not known yet."""
+        """The log of a rank whose attempt is not known yet."""
         return str(self._folder / f"standby{local_rank}.log")
 
     @property
     def pids(self) -> dict[int, int]:
-        """Rank → pid, of all that were started and not ended by us."""
+        """Rank → pid, of all that were started and not stopped yet."""
         return {self.ranks[local_rank]: pid for local_rank, pid in self.workers.pids.items()}
 
     @property
     def logs(self) -> dict[int, Path]:
-        """Rank → its log."""
+        """Rank → path of its log."""
         return {rank: Path(self._log_of(rank)) for rank in self.ranks.values()}
 
     @property
     def seconds(self) -> float:
-        """Since the ranks were started."""
+        """Seconds since the ranks were started."""
         return time.monotonic() - self._started
 
     def poll(self) -> dict[int, int]:
-        """Rank → exit code of those that have ended; when they were found to have is remembered."""
+        """Rank → exit code of those that have ended; remember when each was first seen to have."""
         exits = {self.ranks[local_rank]: code for local_rank, code in self.workers.poll().items()}
         for rank in exits:
             self._ended.setdefault(rank, time.time())
         return exits
 
     def look(self) -> None:
-        """Look at the logs and at what the ranks tell, if it is time to."""
+        """Read the logs, and the ranks' progress and events, if it is time to."""
         self._logbook.look()
         self._record.look_soon()
 
     def failures(self, wait_s: float) -> list[WorkerFailure]:
-        """How ranks have failed, once all have ended or `wait_s` is over: who lost a peer may say so.
+        """Return the failures of ranks, once all have ended or `wait_s` is over: those that lost a peer may say so.
 
-        Where one has said why it failed, nobody is waited for: those that wait in NCCL would not end. Who ended after a
-        snapshot, asked to, or because it was fenced, has not failed, nor has who waits for the next attempt. What the
-        kernel says of them, `ask_the_kernel` adds.
+        Once a rank has said why it failed, do not wait for the others: those that wait in NCCL would not end. A rank
+        that was stopped after a snapshot, was fenced, or waits for the next attempt has not failed. `ask_the_kernel`
+        adds the kernel's messages.
         """
         deadline, num_ended = time.monotonic() + wait_s, 0
         keeping = self._tell("lost")
@@ -348,7 +349,7 @@ class Attempts:
         return [self._failure(rank, code) for rank, code in exits.items() if code not in EXITS_NO_FAILURE]
 
     def ask_the_kernel(self, failures: Sequence[WorkerFailure]) -> None:
-        """Add what the kernel says of ranks that it may have ended, or whose GPU or DataLoader worker it may have."""
+        """Add the kernel's messages of ranks that it may have killed, or whose GPU or DataLoader worker it may have."""
         for each in failures:
             error, exitcode = each["error"], each["exitcode"]
             if is_secondary(error, exitcode) or not may_be_the_kernels(error, exitcode):
@@ -359,7 +360,7 @@ class Attempts:
             each["kernel"] = self._kernel.said(pids)
 
     def say_why(self, exits: Mapping[int, int]) -> bool:
-        """Whether one of these ranks, which have ended, says why the whole round has."""
+        """Whether the last words of a rank in `exits` are the cause of the end of the whole round."""
         return any(
             code not in EXITS_NO_FAILURE and is_cause(self._last_words(rank, code)[0], code)
             for rank, code in exits.items()
@@ -368,10 +369,9 @@ class Attempts:
     def _tell(self, kind: Kind, keep_s: float | None = None) -> Callable[[], bool]:
         """Tell the ranks that another one is lost, or to pause since a node comes in.
 
-        Of a loss some may hear while they wait for the lost one in a collective, and some keep what they have. The
-        returned function says whether a rank has said that it does, or pauses, and is not done, within `keep_s` (None:
-        the spec's grace). So does one that has stayed and has said nothing yet in this attempt: it has a step; and, for
-        a while, one that has not read what it was told.
+        The returned function says whether to go on waiting, for at most `keep_s` (None: the spec's grace): a rank keeps
+        its last step, or pauses, and is not done with that. A rank that has stayed, and has reported nothing in this
+        attempt yet, counts as keeping one; and for a while so does one that has not read the message, or not answered.
         """
         until = time.monotonic() + (self._grace_s if keep_s is None else keep_s)
         for local_rank in self.workers.pids:
@@ -379,13 +379,13 @@ class Attempts:
             if not knows and self._messages.send(local_rank, {"kind": kind}):
                 self._told[local_rank] = kind
                 self._heard_looks = 0
-        self._keeping = set()  # what it does meanwhile may be told in place of that
+        self._keeping = set()  # remembered, since a rank may report another stage after that
         unread_looks, counted_s = 0, 0.0
 
         def is_kept() -> bool:
             nonlocal unread_looks, counted_s
             left = self.workers.pids.keys() - self.workers.poll().keys() - self._stay()
-            # Each word, or end, of a rank has us look as well.
+            # This is called more often than every LOOK_S: also when a rank reports something, or ends.
             if time.monotonic() > counted_s + LOOK_S:
                 counted_s, told = time.monotonic(), left & self._told.keys()
                 if unread_looks < UNREAD_LOOKS and any(map(self._messages.is_unread, told)):
@@ -394,7 +394,7 @@ class Attempts:
                     self._heard_looks += 1
             self._keeping.update(self._in_stage(stages.KEEPING, stages.PAUSING))
             self._keeping.update(self._stayed - self._in_stage())
-            # Who evaluates, or joins the others yet, pauses after that.
+            # A rank that evaluates, or still joins the others, pauses after that.
             self._keeping.update(self._told if kind == "pause" and self._may_stay else ())
             may_answer = self._heard_looks < HEARD_LOOKS and not left.isdisjoint(self._told)
             return time.monotonic() < until and (may_answer or not self._keeping.isdisjoint(left))
@@ -406,7 +406,7 @@ class Attempts:
         return self._tell("pause", math.inf)
 
     def failed_while_pausing(self) -> dict[int, int]:
-        """Rank → exit code of those that have failed; one that cannot pause, and was to, may end by any code."""
+        """Rank → exit code of those that have failed; a rank that is to pause, and cannot, may end by any code."""
         told = {key for key, kind in self._told.items() if kind == "pause"}
         cannot = {self.ranks[key] for key in told - self._keeping}
         stops = {self.ranks[key] for key in told}  # by a signal of their own, which cannot pause
@@ -420,9 +420,9 @@ class Attempts:
 
     @property
     def is_joining(self) -> bool:
-        """Whether ranks that can go on in another attempt have not told a step in this one yet.
+        """Whether ranks that can go on in another attempt have not reported a step in this one yet.
 
-        A loop of the user's need not tell any: its ranks have joined when nothing is told that they do before.
+        A training loop of the user's may report no steps: its ranks have joined when their stage of joining is over.
         """
         told = self._record.progress()
         begun = {
@@ -441,12 +441,12 @@ class Attempts:
         """The local ranks that wait for the next attempt."""
         if self._told:
             self._staying.update(self._in_stage(stages.WAITING))
-        # Of a rank that is gone, what it told last is still there.
+        # The last report of a rank that has ended is still there.
         self._staying &= self.workers.pids.keys() - self.workers.poll().keys()
         return self._staying
 
     def _in_stage(self, *stages: str) -> set[int]:
-        """The local ranks that say one of these; without any, those that have said something."""
+        """The local ranks that report one of these stages; without `stages`, those that have reported anything."""
         told = self._record.progress()
         return {
             key
@@ -455,7 +455,7 @@ class Attempts:
         }
 
     def kill(self, ranks: Collection[int]) -> None:
-        """Kill those of these ranks that are this node's: nobody is to wait for an answer of theirs."""
+        """Kill those of these ranks that are this node's, so that nobody waits for an answer of theirs."""
         with contextlib.suppress(ProcessLookupError):
             blamed = {rank: pid for rank, pid in self.pids.items() if rank in ranks}
             children.signal_groups(blamed, signal.SIGKILL)
@@ -469,11 +469,15 @@ class Attempts:
         keep_s: float | None = None,
         waits: bool = False,
     ) -> None:
-        """End the ranks, and tell how far they came, and which of them cannot be ended (`Workers.stuck`).
+        """End the ranks, and record how far they came, and which of them cannot be ended (`Workers.stuck`).
 
-        Where a rank is lost or a node comes in (`tell`), some keep what they have, and have `keep_s` for that (None:
-        the spec's grace); those that wait with it for the next attempt stay. Those that end are waited for until
-        nothing of them is left only if that is asked for (`waits`), and on GPUs, whose driver may keep one from ending.
+        Args:
+            grace_s: how long they have to end after SIGTERM.
+            why: of the attempt's end, for the record.
+            tell: a rank is lost, or a node comes in: ranks that wait for the next attempt, with their last step, stay.
+            keep_s: with `tell`, how long they have to keep that step; None: the spec's grace.
+            waits: whether to wait until nothing is left of those that end. On GPUs this waits in any case: the driver
+                may keep a process from ending.
         """
         known = len(self.workers.stuck)
         if tell is not None:
@@ -486,7 +490,7 @@ class Attempts:
                 waits=waits or self._has_gpus,
             )
         else:
-            # Those that wait for an attempt which does not come save what they have.
+            # Ranks that wait for a next attempt, which does not come, save their step now.
             self.workers.stop(max(grace_s, self._grace_s) if self._stay() else grace_s)
             self._staying.clear()
         self._standing_by &= self._staying
@@ -498,7 +502,7 @@ class Attempts:
         self.tell_end(why)
 
     def tell_end(self, why: str) -> None:
-        """The ranks have ended: what they told last is what counts."""
+        """Record the end of the attempt, with the last step that the ranks reported."""
         self._logbook.look()
         if self.is_on:
             self.is_on = False
@@ -514,8 +518,8 @@ class Attempts:
     def _failure(self, rank: int, exitcode: int) -> WorkerFailure:
         local_rank = next(key for key, each in self.ranks.items() if each == rank)
         error, written = self._last_words(rank, exitcode)
-        # The last words come before the sockets close, so their order is that of cause and effect. What has died
-        # without any wrote its last line at some other time.
+        # A rank writes its error before its sockets close, so the order of these times is that of cause and effect. A
+        # rank that died without an error wrote its last line at some other time.
         has_said = written > 0 and (is_secondary(error, exitcode) or tells_its_end(error))
         return {
             "attempt": self._attempt,
@@ -530,7 +534,7 @@ class Attempts:
         }
 
     def _last_words(self, rank: int, exitcode: int) -> tuple[str, float]:
-        """What of its log tells why a rank ended, and when its last line was written; 0 for an empty log."""
+        """The end of a rank's log that tells why it ended, and when its last line was written; 0 for an empty log."""
         text, written = "", 0.0
         with contextlib.suppress(OSError), open(self._log_of(rank), "rb") as file:  # noqa: PTH123
             stat = os.fstat(file.fileno())
@@ -542,12 +546,12 @@ class Attempts:
 
 
 def is_training_module(spec: AgentSpec) -> bool:
-    """Whether the ranks are kit's own: they can be started before it is known in which attempt they will be."""
+    """Whether the ranks run kit's training module: they can be started before their attempt is known."""
     return ("-m", TRAINING) in itertools.pairwise(spec.argv)
 
 
 def imports_for(argv: Sequence[str]) -> list[str]:
-    """What kit's training module will import for its options; of other programs that is not known."""
+    """What kit's training module will import for its options; [] for other programs, of which that is not known."""
     target = Target.parse(argv)
     if target is None or not target.is_training:
         return []
@@ -559,7 +563,7 @@ def imports_for(argv: Sequence[str]) -> list[str]:
 
 
 def _started_now() -> dict[str, str]:
-    """When a rank was started, in seconds since the machine was: its process may have waited for that as a fork."""
+    """When a rank was started, in seconds since the machine was: its process, a fork, may have been made earlier."""
     return {"NODEKIT_STARTED": f"{time.clock_gettime(time.CLOCK_BOOTTIME):.3f}"}
 
 
