@@ -60,9 +60,9 @@ class Loop:
         *,
         without: Collection[tuple[int, int]] = (),
     ) -> None:
-        """Create everything and load the newest snapshot, or what a rank has kept; the process group exists already.
+        """Create everything and load the newest snapshot, or the step that a rank has kept in memory.
 
-        ``without`` has the epochs and offsets of batches that are not to be trained with.
+        The process group exists already. ``without``: epoch and offset of each batch to leave out of the training.
         """
         self.options = options
         self.world = world
@@ -106,7 +106,7 @@ class Loop:
         self.is_paused = False
         """Whether the training has stopped without a snapshot, to go on in another attempt of the same processes."""
         self._is_asked_to_pause = False
-        if found and world.may_stay:  # what was kept may be on no disk
+        if found and world.may_stay:  # the step that was found may be in memory only
             world.settle()
             self._step_is_whole()
             self._prepare_snapshots()
@@ -210,7 +210,7 @@ class Loop:
                 else:
                     is_stopped = not self._why_early
             if is_stopped:
-                if not self.is_paused:  # else others wait, and what is being written goes on meanwhile
+                if not self.is_paused:  # else other nodes wait, and the writers go on in the background
                     if self._saved_step != self.step:  # a stop during an evaluation
                         self._save()
                     self.saver.wait()
@@ -247,7 +247,7 @@ class Loop:
 
     @contextmanager
     def _late_losses(self) -> Iterator[None]:
-        """Report, when another rank is lost, the steps that a GPU which works ahead has done, and are not reported."""
+        """When another rank is lost, report the steps that the GPU has completed ahead of the reports."""
         try:
             yield
         except Exception as error:
@@ -265,13 +265,13 @@ class Loop:
                     self.last_whole_step.forget()
                     return
                 self._report_step(each, loss)
-            self.world.stage(KEEPING, step=step)  # which the report has written over
-        except RuntimeError as error:  # the GPU's; the one that has led here is the one to be raised
+            self.world.stage(KEEPING, step=step)  # again: the report has overwritten it
+        except RuntimeError as error:  # of the GPU; the first error is the one to be raised
             log.warning("no step is kept: %s", error)
             self.last_whole_step.forget()
 
     def _say_what_begins(self) -> None:
-        """What goes on, what is special about the data, and what the weights of all epochs will take."""
+        """Report where the training resumes, the task's notes, and the disk space for the weights of all epochs."""
         if self.resumed_from:
             if self.world.is_main:
                 self.report.tell("resumed", step=self.step)
@@ -359,7 +359,7 @@ class Loop:
         return True
 
     def _start_sum(self, loss_sum: float | torch.Tensor) -> None:
-        """Start to sum loss and flags over the ranks; it overlaps the backward pass."""
+        """Start the all-reduce of loss and flags, which overlaps the backward pass."""
         batch = self.sampler.epoch, self.sampler.offset
         num_samples = min(self.sampler.batch_size, self.sampler.num_samples - self.sampler.offset)
         self.sampler.advance()
@@ -447,20 +447,19 @@ class Loop:
         )
 
     def _evaluate(self, when: str, *, ends_epoch: bool = False) -> bool:
-        """Measure the model, and keep the weights if they are the best, or those of an epoch.
+        """Evaluate the model, and keep the weights if they are the best, or those of an epoch.
 
-        False, with none of that done, if a rank is asked to stop meanwhile: it may take longer than the grace. Whoever
-        goes on from here evaluates again.
+        False, and nothing is kept, if a rank is asked to stop meanwhile, since an evaluation may take longer than the
+        grace period. It is then done again after the resume.
         """
         check_weights(self.world, self.step, self.module, self._last_batch)
-        # Rank 0's: DDP gives them to all before a step, not after it.
-        self._share_buffers()
+        self._share_buffers()  # DDP broadcasts rank 0's before a step, not after it
         self.report.settle()
-        # Rank 0's on all ranks: they must decide alike which is the best and when it is enough.
+        # All ranks take rank 0's means, so that they decide alike which weights are the best and when to stop.
         try:
             means = self.evaluation(self.engine, self.module, lambda: self.stop.requested)
         except Exception as error:
-            if not why_over(error):  # a task's error may be that of all ranks, and the weights are whole
+            if not why_over(error):  # an error of the task, maybe on all ranks; the weights are whole
                 self._save_alone()
             raise
         if means is None:
@@ -469,7 +468,7 @@ class Loop:
         epoch = self.sampler.epoch + 1
         try:
             better = self.best.improved(self.means)
-        except TrainingError:  # with the option as it is wanted, the training goes on from here
+        except TrainingError:  # an option is wrong; once it is right, the training resumes from here
             if self._saved_step != self.step:
                 self._save()
             self.saver.wait()
@@ -485,7 +484,7 @@ class Loop:
         return True
 
     def _share_buffers(self) -> None:
-        """Give all ranks rank 0's; if one is lost meanwhile, the step has its own."""
+        """Broadcast rank 0's buffers; if a rank is lost meanwhile, the kept step has the buffers of before."""
         self.last_whole_step.next_begins()
         broadcast_from_first(self.module.buffers(), self.world.device)
         self.world.settle()
@@ -505,8 +504,8 @@ class Loop:
                 gather_for_others(self.engine.state())
 
     def _step_is_whole(self) -> None:
-        # As they are before an evaluation: of ranks that lose another, some may have ended it and some not. All do it
-        # again, so that each node has what is written then.
+        # The values from before an evaluation: when a rank is lost, some of the others may have finished it and some
+        # not. All do it again, so that each node has the files that it writes.
         values = {"sampler": self.sampler.state_dict(), "best": self.best.state()}
         self.last_whole_step.is_done(self.step, values)
 
@@ -515,10 +514,10 @@ class Loop:
         self.world.stage(PAUSING, step=self.step)
 
     def keep(self) -> Kept | None:
-        """The last whole step, which would be done again without it, for a rank that has lost another.
+        """Return the last whole step, for a rank that has lost another one; without it the step would be done again.
 
-        Any number of ranks may save it: on each node the first one does. None where this rank has not all of the state,
-        or where no step is whole.
+        Any number of ranks may save it: on each node the first one does. None if this rank does not have all of the
+        state, or if no step is whole.
         """
         if not self.world.keeps_steps or (step := self.last_whole_step.found()) is None:
             return None
@@ -538,14 +537,14 @@ class Loop:
         try:
             if (kept := self.keep()) is not None:
                 kept.save()
-        except Exception as error:  # the one that has led here is the one to be reported
+        except Exception as error:  # the first error is the one to be reported
             log.warning("step %d is not saved: %s", self.step, error)
 
     def _has_all_of(self, state: State) -> bool:
         return not (self.local_sgd or self.is_sharded or holds_gathered(state))
 
     def _prepare_snapshots(self) -> None:
-        """Make the memory for snapshots beside the next steps: now the optimizer has its state."""
+        """Allocate the memory for snapshots beside the next steps, now that the optimizer has its state."""
         self._is_prepared = True
         state = self._state()
         if self.saver.writes:
@@ -556,7 +555,7 @@ class Loop:
                 self.world.messages.when("pause", self._ask_to_pause)
 
     def _state(self) -> State:
-        """What a snapshot has; of a sharded one, this rank's part of the tensors."""
+        """The contents of a snapshot; with a sharded engine, this rank's part of the tensors."""
         return {
             **(cast(ShardedEngine, self.engine).shards() if self.is_sharded else self.engine.state()),
             "sampler": self.sampler.state_dict(),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("nodekit.training")
 
 _PROGRESS_BYTES = 80
-_SAVES_S = 60.0  # whoever sends a signal does not wait so long
+_SAVES_S = 60.0  # longer than torchrun waits between SIGTERM and SIGKILL
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class World:
     world_size: int
     """How many ranks there are."""
     local_world_size: int
-    """How many of them are on this node."""
+    """How many ranks are on this node."""
     node_rank: int
     """Which node this is, from 0."""
     device: torch.device
@@ -59,7 +59,7 @@ class World:
     init_method: InitMethod
     """Where the ranks meet."""
     meets_at: str = ""
-    """The same for people, an address or a file; "" when nothing launched this process."""
+    """The same as text, an address or a file; "" when nothing launched this process."""
     timeout_s: float
     """How long a collective may wait for the slowest rank."""
     launched: bool
@@ -89,7 +89,7 @@ class World:
     standby_world_size: int | None = None
     """Where kit has started this rank before its attempt is known: how many ranks that may have; 0: the others wait."""
     recorder_files: tuple[str, str] | None = None
-    """By which torch's flight recorder is asked, and what it writes: to both this rank's number is added."""
+    """Paths of torch's flight recorder, its FIFO and its dump, to which this rank's number is still to be added."""
     may_stay: bool = False
     """Whether this process goes on in the next attempt when another rank is lost (see ``run_attempts``)."""
     kept: "Kept | None" = field(default=None, compare=False, repr=False)
@@ -205,10 +205,10 @@ class World:
                 f"this is rank {self.rank} of {self.world_size} by RANK and WORLD_SIZE, but rank {found} to "
                 f"{self.backend}"
             )
-        nccl.check()  # who was told of a loss before the group was there could abort nothing
+        nccl.check()  # a loss reported before the group existed could abort nothing
         if self.recorder_files and self.backend in ("gloo", "nccl") and not is_answered_by_torch:
             recorder.answer(*self._own_recorder_files(self.recorder_files), self.backend)
-        self.stage("")  # what comes now is the script's: it may take long, and tell nothing
+        self.stage("")  # from here on the script runs, which may take long without reporting anything
         return self
 
     def __exit__(
@@ -224,7 +224,7 @@ class World:
             self.close()
 
     def kept_on(self, error: BaseException) -> "Kept | None":
-        """The last step of a training loop of the user's, if the error is that another rank is lost."""
+        """The last step of the user's training loop, by its `EmergencySave`, if the error is a lost rank's."""
         return next(filter(None, (each.keep(error) for each in self.emergency)), None)
 
     def close(self, *, goes_on: bool = False) -> None:
@@ -235,11 +235,11 @@ class World:
         """
         for each in self.emergency:
             each.close()
-        self.emergency.clear()  # it refers to the model, and the next one may need its memory
+        self.emergency.clear()  # they refer to the model, and the next model may need its memory
         if self.messages is not None:
             self.messages.ignore()
         if not goes_on:
-            nccl.wait_until_ended()  # also where there is no group: the last one may still end
+            nccl.wait_until_ended()  # even without a group: an earlier one may still be ending
         if dist.is_initialized():
             nccl.close_in_thread() if goes_on else nccl.close()
             recorder.end()
@@ -247,10 +247,10 @@ class World:
                 self.init_method.remove()
 
     def leave_others(self) -> None:
-        """Break the connections to the other ranks, once what has come is read: who waits for them gets an error then.
+        """Break the connections to the other ranks, after reading what has arrived; waiting peers get an error.
 
-        For a rank that has lost another one; any thread may call it. With NCCL only where this process may stay (torch
-        and kit's agent end it elsewhere), and who waits here gets no error: see `settle`.
+        For a rank that has lost another one; any thread may call it. With NCCL it does so only if this process may stay
+        (else torch and kit's agent end it), and collectives of this rank end without an error: see `settle`.
         """
         if self.backend == "gloo":
             connections.let_arrive()
@@ -270,10 +270,10 @@ class World:
         return self.backend == "gloo" or self.aborts_nccl
 
     def settle(self) -> None:
-        """Wait for the collectives on the GPU, where those that NCCL has aborted end like others; nothing with gloo.
+        """Wait for the collectives on the GPU, and check that NCCL has not aborted them; does nothing with gloo.
 
         Raises:
-            LostRank: what has come of them does not count.
+            LostRank: they were aborted, so their results are not valid.
         """
         if self.aborts_nccl:
             torch.cuda.current_stream(self.device).synchronize()
@@ -281,14 +281,14 @@ class World:
 
     @property
     def messages(self) -> AgentMessages | None:
-        """What kit tells this rank while it runs; None without kit."""
+        """The messages of kit's agent to this rank; None without kit."""
         return messages_from(self.agent_pipe) if self.agent_pipe else None
 
     def keeps_when_lost(self, newest: Callable[[], int | None], save: Callable[[], object]) -> None:
-        """Have kit wait for this rank, when another one is lost, if by then there is a ``newest`` step to be saved.
+        """When another rank is lost, tell kit to wait for this one, if ``newest`` returns a step that it can keep.
 
-        Where it can leave them (`keeps_steps`). A rank that gloo leaves waiting all the same ends, when another thread
-        has called ``save``.
+        For ranks that can leave their collective (`keeps_steps`). If gloo blocks the main thread all the same, another
+        thread calls ``save`` and ends the process.
         """
         messages = self.messages
         if messages is None:
@@ -315,9 +315,11 @@ class World:
         messages.when("lost", when_lost)
 
     def stage(self, text: str, *, step: int | None = None) -> None:
-        """Tell kit what this rank does outside of its steps, so that a hang there is found; at most 60 letters.
+        """Tell kit what this rank does outside of its steps, so that a hang there is found.
 
-        Before the first step, or after ``step``.
+        Args:
+            text: at most 60 characters.
+            step: the last one; None before the first.
         """
         if self.progress_file is None:
             return
@@ -341,7 +343,7 @@ class World:
 
         Both raise an error if another rank is lost.
         """
-        nccl.check()  # a collective that begins while torch aborts the group would wait for half a second
+        nccl.check()  # a collective that starts while torch aborts the group would block for half a second
         sums_of = start_sum(self._as_sent(values), self.world_size)
 
         def sums() -> list[float]:
@@ -380,7 +382,7 @@ class World:
 
     @staticmethod
     def _whole(received: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What a collective has brought, in host memory; an error if that was aborted: it may be garbage."""
+        """The result of a collective, copied to host memory; LostRank if it was aborted, since it may be garbage."""
         here = [each.cpu() for each in received]
         nccl.check()
         return here

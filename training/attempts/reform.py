@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("nodekit.training")
 
 MOST_ATTEMPTS = 50
-"""In so many a process takes part: each leaves three threads, five descriptors and 1 MB of gloo's behind."""
+"""The most attempts of one process: gloo leaves three threads, five descriptors and 1 MB behind after each."""
 JOINING_S = 1.0
-"""So long a rank that joins the others, and does nothing else, may take to notice that one of them is lost."""
+"""How long the main thread of a rank that joins the others may be idle before it is taken for stuck in the join."""
 SAVE_AFTER_S = 1.0
-"""After so long a wait the state is saved too: this host may be lost as well."""
-_MAKING_S = 15.0  # the same, for one that makes its model; kit ends it after 30 s
-_UNSAVED_S = 20.0  # a rank that could not save its step has to join the others yet
+"""How long a rank waits for the next attempt before it also saves its step: this host may be lost as well."""
+_MAKING_S = 15.0  # how long a rank that makes its model may take to notice a loss; kit ends it after 30 s
+_UNSAVED_S = 20.0  # how long a rank that could not save its step may still take to join the others
 _LOOK_S = 0.2
 _STANDING_S = 60.0
 _abandoned: list[Any] = []
@@ -79,14 +79,14 @@ def run(
     attempt: "Callable[[World], T | Kept]",
     may_stay: Callable[["World"], bool],
 ) -> "T | int":
-    """Call ``attempt``, and again in the next world as long as it returns what it has kept, having left its loop.
+    """Call ``attempt`` once for each attempt of the run, as long as it returns a `Kept`; return its other result.
 
-    What the libraries have is to be frozen (``gc.freeze``): the search for garbage after an attempt is to go through
-    what that has made, and takes 0.4 s else.
+    Call ``gc.freeze`` before, so that the garbage collection after an attempt looks at that attempt's objects only;
+    with all objects of the libraries it takes 0.4 s.
 
     Args:
         world: of the first attempt.
-        stop: whether to wait no longer for a next attempt; then what was kept is saved, and the exit status returned.
+        stop: if it is requested during the wait for the next attempt, save the `Kept` and return the exit status.
         make: returns the next attempt's world, from the environment.
         attempt: joins the group of ``world``, unless it is the first one, and trains.
         may_stay: whether this process may go on in the attempt after this one.
@@ -105,7 +105,8 @@ def run(
             return stop.exit_code
         world = following
         if world.messages is not None and world.messages.is_over:
-            # Nobody would come to meet it. It waits again, in the file that the agent now looks at.
+            # That attempt has lost a rank already, so the others will not come. Wait for the next one, and say so in
+            # the progress file of that attempt, which the agent reads now.
             ended = kept
             continue
         ended = attempt(replace(world, may_stay=may_stay(world), kept=kept))
@@ -124,16 +125,16 @@ def leave(world: "World") -> None:
 
 
 def pause_later(world: "World") -> None:
-    """Until the training asks for it itself, have a pause wait: who ends in the join leaves the others waiting."""
+    """Put a request to pause off until the training loop takes it; a rank that ended in the join would block others."""
     if world.messages is not None:
         world.messages.when("pause", lambda: None, is_default=True)
 
 
 @contextmanager
 def guarded(world: "World", stop: "Stop") -> Iterator[None]:
-    """While this rank joins the others: if one is lost, or it is to stop, what was kept is not lost.
+    """While this rank joins the others: if one is lost, or a stop is requested, save what was kept and end.
 
-    Such a rank may wait, deaf, for another one to connect; gloo's part in which it listens cannot be ended.
+    The rank may be blocked in gloo, which waits for another rank to connect, and has no call that ends this wait.
     """
     from nodekit.training.group import connections
     from nodekit.training.process.stages import KEEPING
@@ -148,11 +149,11 @@ def guarded(world: "World", stop: "Stop") -> Iterator[None]:
 
     def end(why: str, exit_code: int, most_s: float) -> None:
         connections.is_idle(has_joined, JOINING_S, most_s)
-        save = kept.save  # before it is asked for: the main thread may release it at any moment
+        save = kept.save  # read it before `is_held`: the main thread may release it at any moment
         if not has_joined.is_set() and kept.is_held:
             log.warning("%s, and this one still joins the others: saving step %d alone", why, kept.age[1])
             if not save():
-                has_joined.wait(_UNSAVED_S)  # it is in this memory alone
+                has_joined.wait(_UNSAVED_S)  # the step is in this process's memory alone
             if not has_joined.is_set():
                 os._exit(exit_code)
 
@@ -215,7 +216,7 @@ def attempt_of(world: "World", make: Callable[[], "World"]) -> "World":
 
 
 def _take_on(attempt: NextAttempt) -> None:
-    """Have the environment and the log of the next attempt."""
+    """Take over the environment of the next attempt, and write stdout and stderr to its log."""
     os.environ.update(attempt.env)
     for stream in (sys.stdout, sys.stderr):
         # It may be closed, None, or of a class of the script's own: no reason to lose the step.

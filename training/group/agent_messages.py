@@ -51,9 +51,9 @@ class AgentMessages:
         threading.Thread(target=self._read, name="nodekit-agent", daemon=True).start()
 
     def when(self, kind: Kind, call: Callable[[], None], *, is_default: bool = False) -> None:
-        """Have the thread call this, in place of what was given before, unless it is but the default.
+        """Set what the thread calls for a message of this kind; a default replaces nothing.
 
-        If it has been told of the present attempt already, this is called here.
+        If such a message of the present attempt has come already, ``call`` is called here.
         """
         with self._lock:
             if self._is_ignored:
@@ -65,17 +65,17 @@ class AgentMessages:
                 call()
 
     def ignore(self) -> None:
-        """From now on, when this returns, nothing is called."""
+        """Forget what is to be called; once this has returned, nothing is, until `when`."""
         with self._lock:
             self._calls.clear()
             self._is_ignored = True
             self.has_left.set()
 
     def say_waiting(self, *, has_paused: bool) -> None:
-        """Have the agent look at once at what this rank does: it waits for the next attempt.
+        """Tell the agent, without waiting for its next look, that this rank waits for the next attempt.
 
         Args:
-            has_paused: whether all ranks agreed to, and none is lost.
+            has_paused: whether all ranks agreed to pause, and none is lost.
         """
         with suppress(OSError):
             handle = os.open(self._pipe.with_name("agent"), os.O_WRONLY | os.O_NONBLOCK)
@@ -95,7 +95,7 @@ class AgentMessages:
 
     @property
     def is_over(self) -> bool:
-        """Whether the attempt that `next_attempt` has returned has lost a rank by now."""
+        """Whether the attempt that `next_attempt` returned last has lost a rank since, or has a successor."""
         return "lost" in self._told or not self._next.empty()
 
     def _read(self) -> None:
@@ -112,7 +112,7 @@ class AgentMessages:
         if kind == "next":
             self._told.clear()
             self._next.put(NextAttempt(message["env"], message["log"]))
-            kind = "lost"  # to who is in an attempt still: that one is over
+            kind = "lost"  # for a loop that is still in an attempt: that one is over
         else:
             self._told.add(kind)
         if call := self._calls.get(kind):
@@ -125,13 +125,13 @@ class AgentMessages:
 
 
 def stop_to_pause() -> None:
-    """Have this rank stop, which cannot pause, with all processes that it has started."""
+    """Send SIGTERM to this rank, which cannot pause, and to its whole process group."""
     os.kill(0, signal.SIGTERM)
 
 
 @functools.cache
 def messages_from(pipe: Path) -> AgentMessages | None:
-    """Those of this FIFO; None where there is none."""
+    """Return the messages of this FIFO; None if it cannot be opened."""
     try:
         return AgentMessages(pipe)
     except OSError:

@@ -29,7 +29,7 @@ Not "Connection refused" alone: a user's data server may be gone, and each attem
 another rank were lost, without a traceback.
 """
 DEAF_S = 1.5
-"""A main thread that waits so long for others after their connections have been shut is not told of it any more."""
+"""A main thread that still waits for others so long after the connections were shut will never get an error."""
 _BACKEND = 3  # its place among the arguments of torch's function that makes a group
 _LOOK_S, _IDLE_S = 0.1, 0.005
 _QUIET_S, _ARRIVE_S = 0.015, 0.05
@@ -115,23 +115,24 @@ def _are_unread() -> bool:
 
 
 def is_deaf(has_left: threading.Event) -> bool:
-    """Whether the main thread goes on to wait for others, when all connections are shut; returns when that is known.
+    """Block until the main thread has waited for others for `DEAF_S`; False once ``has_left`` is set.
 
-    It does nothing meanwhile, but for asking Horovod: a backward pass that takes long is none of that.
+    To be called when all connections are shut, which ends any wait that can be ended. The thread waits for others while
+    it is idle in a call of torch's, or polls Horovod; a long backward pass is not idle.
 
     Args:
-        has_left: set once it waits for them no more.
+        has_left: set once it does not wait for them any more.
     """
     return _goes_on(has_left, DEAF_S, math.inf, _waits_for_others)
 
 
 def is_idle(is_over: threading.Event, seconds: float, most_s: float) -> bool:
-    """Whether the main thread does nothing for so long, or is not over after ``most_s``; returns when that is known.
+    """Block until the main thread was idle for ``seconds``, or ``most_s`` have passed; False once ``is_over`` is set.
 
     Args:
-        is_over: set once that does not matter any more.
-        seconds: in which it does nothing.
-        most_s: for all else that it does.
+        is_over: set when the main thread is done with what it is watched in.
+        seconds: how long it may be idle.
+        most_s: how long it may take in all.
     """
     return _goes_on(is_over, seconds, most_s, bool)
 
@@ -154,7 +155,7 @@ def _goes_on(is_over: threading.Event, seconds: float, most_s: float, waits: Cal
 
 
 def _sleeps() -> bool:
-    """Whether the main thread does not merely wait for a core, which it does on a busy machine."""
+    """Whether the main thread sleeps; one that waits for a core, on a busy machine, does not."""
     with suppress(OSError):
         status = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat").read_bytes()
         return status.rpartition(b") ")[2][:1] != b"R"
@@ -186,7 +187,7 @@ def _sockets() -> Connections:
 
 
 def is_lost_rank(error: BaseException | None) -> bool:
-    """Whether an error came of a connection to another rank, or one that it was raised from did."""
+    """Whether an error, or one in its chain of causes, is of a connection to another rank."""
     while error is not None:
         text = str(error)
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _OF_GLOO.search(text)):

@@ -22,18 +22,18 @@ log = logging.getLogger("nodekit.training")
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _DUMPS, _DUMP_MS = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _ROOM_BYTES = 4 << 30
-"""Where less of a GPU is free, the memory of the earlier group is waited for: the next one may take as much."""
+"""With less free memory on the GPU, wait until an earlier group has freed its own: the next may need as much."""
 _END_TIMEOUT_S = 30.0
-"""So long the end of earlier groups is waited for: NCCL may wait for a rank that is lost."""
+"""The longest wait for earlier groups to end: NCCL itself may be waiting for a lost rank."""
 _given: list[str | None] = []
-"""What the variable was before this process first changed it; not when this is imported, which a fork server may do."""
+"""The variable's value before this process first changed it; not read at import, which a fork server may do."""
 _lock = threading.Lock()
 _has_left = threading.Event()
 _is_aborted = False
 _num_groups = 0
 _before_abort: Callable[[], None] | None = None
 _ending: list[threading.Thread] = []
-"""Those that end groups which this process has left."""
+"""The threads that end groups which this process has left."""
 
 
 class LostRank(RuntimeError):
@@ -46,10 +46,12 @@ def can_abort() -> bool:
 
 
 def prepare(*, aborts: bool) -> None:
-    """Before a group is made: whether this process ends its collectives by itself, and not torch's watchdog.
+    """Set torch's environment variables before a group is made.
 
-    The watchdog would end the process, or abort without a word. Without one that does, a collective that takes too
-    long is a hang, which kit's agents find.
+    Args:
+        aborts: whether this process aborts its collectives by itself when a rank is lost, in place of torch's watchdog,
+            which would end the process, or abort without telling it. A collective that takes too long is then a hang,
+            which kit's agents find.
     """
     global _is_aborted, _before_abort
     _has_left.clear()
@@ -68,7 +70,7 @@ def prepare(*, aborts: bool) -> None:
 
 
 def before_abort(call: Callable[[], None]) -> None:
-    """Have this called, in any thread, when it is certain that the present group is aborted, and not done yet."""
+    """Set a function that `leave` calls right before it aborts the present group, in whichever thread."""
     global _before_abort
     with _lock:
         _before_abort = call
@@ -136,7 +138,7 @@ def check() -> None:
 
 
 def close() -> None:
-    """Close all groups, the aborted one too, which torch's threads may still use: keep what refers to it."""
+    """Close all groups, the aborted one too; torch's threads may still use that one, so keep references to it."""
     global _before_abort
     with _lock:
         _before_abort = None
@@ -148,7 +150,7 @@ def close() -> None:
 
 
 def close_in_thread() -> None:
-    """`close`, without waiting for NCCL where there is one group: the next one can be made meanwhile."""
+    """As `close`; if there is one NCCL group only, end it in a thread, so that the next can be made meanwhile."""
     global _before_abort
     groups = dist.distributed_c10d._world.pg_names
     if len(groups) > 1 or dist.get_backend() != "nccl":
