@@ -70,20 +70,20 @@ from nodekit.slurm.allocation.requeue import (
 from nodekit.slurm.sbatch_parameters import planned_gpus
 
 AGAIN_S = 0.5
-LOOK_S = 2.0  # between looks at which nodes are lost
-LOST_S = 60.0  # without enough nodes, and with no word from Slurm on those that are lost
-LEADER_LOST_S = 4.0  # without a channel to the leader, nor a sign of life from it in the shared folder
+LOOK_S = 2.0  # between two looks for lost nodes
+LOST_S = 60.0  # without enough nodes, while Slurm does not report the lost ones
+LEADER_LOST_S = 4.0  # without a channel to the leader, nor a heartbeat of it in the shared folder
 # Slurm signals every process of a job. A warning is for the leader alone, so the host-side servers and what they start
 # ignore it; SIGTERM is for the agents, and for the leader, who needs these servers to see how they end.
 DEAF = "import signal as s;s.signal(s.SIGUSR2,s.SIG_IGN);s.signal(s.SIGTERM,lambda *_:None);"
 
 
 _NO_LIMIT_MIN = 10**6
-"""What submitit reckons with where it has no number: without `slurm.time`, or with Slurm's own words (``2-0``)."""
+"""The time limit that submitit gets if it has no number: without `slurm.time`, or in Slurm's notation (``2-0``)."""
 
 
 def own_job_id(environ: Mapping[str, str]) -> str:
-    """This job's id as kit knows it: of an array's task, ARRAY_INDEX."""
+    """This job's id as kit records it; for a task of an array, ARRAY_INDEX."""
     if array := environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ["SLURM_JOB_ID"]
@@ -100,7 +100,7 @@ class Allocated:
         """
         keep_records_in(Path(run_dir))
         place = Path(run_dir) / "slurm" / f"{attempt()}.json"
-        # Slurm signals every process of the job; who does not handle the warning must not die of it.
+        # Slurm signals every process of the job; those that do not handle the warning must not die of it.
         handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         if int(os.environ["SLURM_PROCID"]) > 0:
             return serve(place, Path(run_dir))
@@ -122,7 +122,7 @@ class Allocated:
         return status
 
     def checkpoint(self, run_dir: str) -> Any:
-        """What submitit is to run when the job has been queued again: the same. Whether it is, the leader says."""
+        """What submitit runs after a requeue: the same. The leader decides whether there is one."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, run_dir)
@@ -146,8 +146,8 @@ def serve(place: Path, run_dir: Path | None = None) -> int:
     """Run the host-side server of this node for the leader, until it says that the job is over.
 
     Args:
-        place: where the leader is told.
-        run_dir: the run's folder; None in the leader's own process, which need not look whether it is still there.
+        place: the file with the leader's address.
+        run_dir: the run's folder; None in the leader's own process, which need not check that the leader is alive.
     """
     # An agent outlives the server that started it. It stays below this process, where Slurm finds it by its parents.
     processes.adopt_orphans()
@@ -173,21 +173,21 @@ def serve(place: Path, run_dir: Path | None = None) -> int:
 
 
 def _beat(place: Path) -> bytes:
-    """The leader's last sign of life in the shared folder; b"" before the first."""
+    """The leader's last heartbeat in the shared folder; b"" before the first."""
     with contextlib.suppress(OSError):
         return place.with_suffix(".beat").read_bytes()
     return b""
 
 
 def _look_for_leader(run_dir: Path, leader: str, lost_s: float) -> None:
-    """Have Slurm queue the job again when its leader is lost: with --no-kill, Slurm itself lets the others wait."""
-    # One after the other: the first one that Slurm listens to is enough.
+    """Have Slurm requeue the job if its leader is lost; by itself Slurm, with --no-kill, leaves the others waiting."""
+    # The tasks take turns, since one requeue is enough.
     turn_s = LOOK_S * (int(os.environ["SLURM_PROCID"]) - 1)
     if lost_s < turn_s:
         return
     job = job_now()
     if job.get("JobState") != "RUNNING":
-        return  # it does not answer, or it is about to end this task
+        return  # Slurm does not answer, or is about to end this task
     if lost_s < LEADER_LOST_S + turn_s and leader in NodeSet(job["NodeList"]):
         return
     queue_again_without_leader(run_dir, f"{leader}, whose task leads the job, is lost", [leader])
@@ -197,14 +197,14 @@ def _look_for_leader(run_dir: Path, leader: str, lost_s: float) -> None:
 
 
 class Ending:
-    """Whether the job is to end before its end, by Slurm's signals or for want of nodes, and why."""
+    """Whether and why the job is to be stopped: by a signal of Slurm's, or because too few nodes are left."""
 
     def __init__(self) -> None:
         self.why = ""
         self.is_warned = False
-        """Slurm ends the job soon, or it cannot go on: it is to go back to the queue."""
+        """Whether the job is to be requeued: Slurm ends it soon, or too few nodes are left."""
         self.lost: list[str] = []
-        """The nodes that are, where that is why."""
+        """The lost nodes, if they are the reason."""
         self._lack = ""
         self.over = threading.Event()
         for number in (signal.SIGUSR2, signal.SIGTERM):
@@ -215,29 +215,29 @@ class Ending:
         told = self._lack or ("Slurm, which ends the job soon" if number == signal.SIGUSR2 else "Slurm")
         self.why = self.why or told
         self.is_warned = self.is_warned or number == signal.SIGUSR2
-        # Slurm may send several; the first one ends the job, and those that follow must not cut that short.
+        # Slurm may send several signals; the first one stops the job, and later ones must not interrupt that.
         if is_first and not self.over.is_set():
             raise KeyboardInterrupt(self.why)
 
     def lacks_nodes(self, lost: list[str], why: str) -> None:
-        """From another thread: the job is to end, for too few nodes are left."""
+        """Stop the job, for too few nodes are left; called by another thread."""
         if not self.why and not self.over.is_set():
             self.lost, self._lack = lost, f"kit: {', '.join(lost)} lost{why}"
             os.kill(os.getpid(), signal.SIGUSR2)
 
     def lacked_nodes(self, lost: list[str]) -> None:
-        """It has ended, and that is why."""
+        """Record that the job has ended since nodes were lost while it started."""
         self.lost, self.why, self.is_warned = lost, f"kit: {', '.join(lost)} lost as the job started", True
 
     def close(self) -> None:
-        """From here on it ends by itself."""
+        """Ignore signals from here on: the job is ending by itself."""
         self.over.set()
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
 
 class _Log(io.TextIOWrapper):
-    """What the leader says. Where it cannot be written (a full disk, a quota), the job goes on, and says less."""
+    """The leader's log. If it cannot be written (a full disk, a quota), the job goes on without it."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -257,7 +257,7 @@ def lead(run_dir: Path, place: Path) -> int:
     """Do on the allocation what `kit up` does over SSH; kit's exit status.
 
     Raises:
-        QueueAgain: it was stopped, and goes on when Slurm starts it again.
+        QueueAgain: the job was stopped, and resumes when Slurm starts it again.
     """
     log = run_dir / "slurm" / "logs" / "kit.log"
     log.parent.mkdir(mode=0o700, exist_ok=True)
@@ -302,7 +302,7 @@ def lead(run_dir: Path, place: Path) -> int:
 
 
 def _tell_of_failed_start(run_dir: Path, error: KitError) -> None:
-    """Tell those whom the inventory names: nobody looks at the end of a queue."""
+    """Send the inventory's notifications of a failed start: nobody watches a job that has waited in the queue."""
     from nodekit.deploy.notify import notify
 
     job = what_to_run(run_dir)
@@ -323,7 +323,7 @@ def _tell_of_failed_start(run_dir: Path, error: KitError) -> None:
 
 
 def _beat_until(place: Path, over: threading.Event) -> None:
-    """Give a sign of life in the shared folder, for a task that cannot reach this one."""
+    """Write a heartbeat to the shared folder, for tasks that cannot reach this one."""
     file = place.with_suffix(".beat")
     for number in itertools.count(1):
         # In place: a client of NFS sees at its next open what another one wrote, but may know an old name for longer.

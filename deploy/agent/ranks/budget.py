@@ -15,7 +15,7 @@ A_HANG = "a hang"
 
 
 class Budget:
-    """How often this node's workers may still crash or hang: counted anew whenever the job gets further than ever."""
+    """How often this node's workers may still crash or hang; reset whenever the job makes progress."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
@@ -31,13 +31,13 @@ class Budget:
     def took_steps(
         self, step: int | None, *, seconds: float, seems_trained: bool = False, ended_by: str = ""
     ) -> None:
-        """What an attempt has come to; before `crashed` or `hung`.
+        """Count the progress of an attempt; to be called before `crashed` or `hung`.
 
         Args:
-            step: the least that its ranks here reported.
-            seconds: how long it went; of one that hung, until it fell silent.
-            seems_trained: whether what a rank printed looks like that. It may print that in each attempt anew, so it
-                is no progress.
+            step: the lowest of the last steps that its ranks here reported.
+            seconds: how long it ran; if it hung, until it fell silent.
+            seems_trained: whether the output of a rank looks like training. Each attempt may print that, so it does not
+                count as progress.
             ended_by: the error of this node's own rank that failed, or how it ended where there is none, or A_HANG;
                 "" where the attempt ended otherwise.
         """
@@ -53,9 +53,9 @@ class Budget:
             self._has_trained = True
 
     def crashed(self, failure: WorkerFailure, *, seems_trained: bool = False) -> str | None:
-        """Charge a crash of this node's own making; None to go on, else why not, "" if the crash says enough.
+        """Charge a crash of this node's own ranks; None to go on, else why not, "" if the crash says enough.
 
-        `seems_trained` is of another node: that rank 0 printed so.
+        `seems_trained`: whether rank 0, on another node, has printed something that looks like training.
         """
         self._charged += 1
         self._has_trained |= seems_trained
@@ -71,7 +71,7 @@ class Budget:
         return None
 
     def hung(self) -> str | None:
-        """Charge a hang before which no rank of the attempt, on any node, told a step; None to go on, else why not."""
+        """Charge a hang before the first step of any rank of the attempt; None to go on, else why not."""
         self._charged += 1
         self._hangs += 1
         if self._charged <= self._max_restarts:
@@ -89,10 +89,10 @@ class Budget:
 
     @property
     def is_fruitless(self) -> bool:
-        """Whether restarts have brought nothing for too long."""
+        """Whether too many attempts in a row have made no progress."""
         return self._fruitless >= MAX_ATTEMPTS_WITHOUT_PROGRESS
 
     @property
     def was_restarted(self) -> bool:
-        """Whether what failed had another try."""
+        """Whether the ranks were restarted after an earlier failure."""
         return self._charged > 1

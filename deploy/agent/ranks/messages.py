@@ -21,21 +21,21 @@ _HAS_LOST = b"l"  # what a rank says that waits for the next attempt; b"p" where
 
 
 class Messages:
-    """A FIFO for each local rank, and one for the agent, in a folder of the node's."""
+    """Messages to the ranks by one FIFO each, and from them by one FIFO of the agent's, in a folder of this node."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is made by `prepare`."""
+        """Open nothing yet; `prepare` makes the folder."""
         self._folder = folder
         self.inbox: int | None = None
-        """The descriptor from which `hears_of_a_loss` reads, to wait for it by `poll`; None where there is none."""
+        """The descriptor that `hears_of_a_loss` reads, for `poll`; None if there are no FIFOs here."""
         self._kept: dict[int, int] = {}
 
     def path(self, local_rank: int) -> Path:
-        """Where this rank reads."""
+        """The FIFO of this rank."""
         return self._folder / f"local{local_rank}"
 
     def prepare(self, local_ranks: Iterable[int]) -> None:
-        """Have the FIFOs there; a file system that has none does without them."""
+        """Make the FIFOs; on a file system that has none, there are no messages."""
         inbox = self._folder / "agent"
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -47,9 +47,9 @@ class Messages:
                 self.inbox = os.open(inbox, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def renew(self, local_rank: int) -> None:
-        """Have another FIFO there: this rank is about to be started.
+        """Replace the FIFO of a rank that is about to be started.
 
-        What it had may still be read by a thread of the process before it, which ends but has not ended yet.
+        A thread of the rank before it, which has not quite ended yet, may still read the old one.
         """
         path = self.path(local_rank)
         with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ class Messages:
             os.mkfifo(path, 0o600)
 
     def keep(self, local_rank: int) -> None:
-        """As `renew`; from now on what this rank is told is kept until it reads it."""
+        """As `renew`; from now on messages to this rank are held in the FIFO until it reads them."""
         self.renew(local_rank)
         if (handle := self._kept.pop(local_rank, None)) is not None:
             os.close(handle)
@@ -65,12 +65,12 @@ class Messages:
             self._kept[local_rank] = os.open(self.path(local_rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def keep_no_more(self) -> None:
-        """Who has not begun to read is told nothing; nor is who comes after it."""
+        """Hold no more messages: those that no rank has begun to read are dropped."""
         while self._kept:
             os.close(self._kept.popitem()[1])
 
     def hears_of_a_loss(self) -> bool:
-        """Whether a rank has said since the last call that it waits since another one is lost."""
+        """Whether a rank has reported, since the last call, that it has lost another one and waits."""
         if self.inbox is None:
             return False
         try:
@@ -79,7 +79,7 @@ class Messages:
             return False
 
     def send(self, local_rank: int, message: Mapping[str, Any]) -> bool:
-        """Tell a rank; False if it does not read."""
+        """Send a message to a rank; False if it does not read."""
         try:
             handle = os.open(self.path(local_rank), os.O_WRONLY | os.O_NONBLOCK)
         except OSError:  # ENXIO: nobody reads
@@ -93,7 +93,7 @@ class Messages:
             os.close(handle)
 
     def is_unread(self, local_rank: int) -> bool:
-        """Whether there is something that a rank which reads has not read yet."""
+        """Whether a rank that reads its FIFO has not read all of it yet."""
         unread = bytearray(4)
         try:
             handle = os.open(self.path(local_rank), os.O_WRONLY | os.O_NONBLOCK)

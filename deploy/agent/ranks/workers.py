@@ -47,11 +47,11 @@ class Stuck:
 
     pid: int
     local_rank: int | None
-    """None: it is no rank, but a rank has started it."""
+    """None for a process that a rank has started."""
     state: str
-    """The kernel's letter, mostly D."""
+    """The process state by the kernel's letter, mostly D."""
     wchan: str
-    """The kernel's function that it waits in; "" where that is not told."""
+    """The kernel function that it waits in; "" if the kernel does not say."""
 
     def __str__(self) -> str:
         who = "a process of the ranks" if self.local_rank is None else f"local rank {self.local_rank}"
@@ -59,29 +59,29 @@ class Stuck:
 
 
 class Workers:
-    """Starts workers as forks of `server`, or, without one or where it cannot, as fresh processes.
+    """Starts workers as forks of `server`, or as fresh processes if there is no server or it cannot fork this command.
 
-    For one thread, and one that lives as long as the workers: they die with it. Each round ends with `stop`, also
-    where all workers have ended, and it ends every child of this process that is in another session.
+    To be used by one thread, which has to live as long as the workers: they die with it. Each round ends with `stop`,
+    even if all workers have ended already; it ends every child of this process that is in another session.
     """
 
     def __init__(self, server: ForkServer | None) -> None:
         self._server = server
-        # Of a worker, whatever ours is by then.
+        # The limit for workers, whatever this process's own is by then.
         self._max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._pids: dict[int, int] = {}
         self._served = False
         self._ended: dict[int, int] = {}
         self._ends = select.epoll()
         self._handles: dict[int, int] = {}
-        self._watched: set[int] = set()  # pids of which a thread tells when they begin to end
+        self._watched: set[int] = set()  # pids whose beginning end is reported by a thread
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ends.register(self._bell, select.EPOLLIN)
         self.fresh: dict[int, str] = {}
         """Local rank → why this worker of the round is not a fork."""
-        self._logged: set[str] = set()  # of these reasons, in any round
+        self._logged: set[str] = set()  # the reasons that are in the log already, of all rounds
         self.stuck: list[Stuck] = []
-        """Of all rounds, what SIGKILL did not end."""
+        """The processes that SIGKILL did not end, of all rounds."""
         processes.adopt_orphans()
 
     @property
@@ -90,7 +90,7 @@ class Workers:
         return dict(self._pids)
 
     def start_soon(self, starts: Sequence[WorkerStart]) -> None:
-        """Have workers started, beside those that have stayed, and do not wait for it: `poll` does, and then `pids`."""
+        """Start workers beside those that have stayed, without waiting; `poll` waits for it, then `pids` has them."""
         if self._server is not None:
             self._served = True
             with self._losing_the_server():
@@ -99,7 +99,7 @@ class Workers:
         self.start(starts)
 
     def start(self, starts: Sequence[WorkerStart]) -> dict[int, int]:
-        """Start a round of workers, beside those that have stayed: local rank → pid, of all."""
+        """Start a round of workers beside those that have stayed; return local rank → pid of all."""
         assert not any(start.local_rank in self._pids for start in starts), "stop comes before the next start"
         self.fresh, self._ended = {}, {}
         self._served = (
@@ -133,9 +133,9 @@ class Workers:
                 time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a worker ends that was still there at the last `poll`, at most that long: it costs nothing.
+        """Sleep until a worker ends that had not at the last `poll`, for `timeout_s` at most.
 
-        Returns False if none has ended; True if one may have, which `poll` then tells, or somebody has called `wake`.
+        Returns False if none has ended; True if one may have, which `poll` then says, or after a call of `wake`.
         """
         is_sure = True
         there = {pid for local_rank, pid in self._pids.items() if local_rank not in self._ended}
@@ -208,15 +208,15 @@ class Workers:
         staying: Callable[[], Collection[int]] = tuple,
         waits: bool = True,
     ) -> bool:
-        """End all workers and what they started: SIGTERM, and SIGKILL after `grace_s`; whether a worker needed that.
+        """End all workers and what they started, by SIGTERM and then SIGKILL; whether a worker needed SIGKILL.
 
         Args:
-            grace_s: until SIGKILL.
-            is_wanted: after `grace_s`, even of 0, this goes on waiting while it is true; it is asked before, too.
-            unsignalled: local ranks that get no SIGTERM: they have been told otherwise.
-            staying: those that are not to be ended by now, but are to be there at the next `start`.
-            waits: whether for the kernel to take back their memory, too. If not, those that are started in their place
-                wait for it, as far as they are forks, and what cannot be ended is known at the next `stop`.
+            grace_s: seconds until SIGKILL.
+            is_wanted: SIGKILL is put off beyond `grace_s`, even of 0, while this returns True; called before that, too.
+            unsignalled: local ranks that get no SIGTERM: they were told to end by a message.
+            staying: returns the local ranks that are not to be ended, but go on after the next `start`.
+            waits: whether to wait until the kernel has freed their memory. If not, forks that are started in their
+                place wait for that, and processes that cannot be ended are known at the next `stop`.
         """
         deadline = time.monotonic() + grace_s
         left = self._left(staying)
@@ -228,7 +228,7 @@ class Workers:
                 if not is_wanted() and time.monotonic() > deadline:
                     break
                 self.wait(_POLL_S)
-        pids, stays = dict(self._pids), set(staying())  # asked once: who says so only now stays as well
+        pids, stays = dict(self._pids), set(staying())  # a rank that says so only now stays as well
         stay = {key: pid for key, pid in pids.items() if key in stays and key not in self._ended}
         if self._served and (answer := self._ask("clear", stay=[*stay], waits=waits)) is not None:
             stuck = {int(pid): where for pid, where in answer["stuck"].items()}
@@ -242,16 +242,16 @@ class Workers:
             self.stuck.append(Stuck(pid=pid, local_rank=local_rank, state=state, wchan=wchan))
         for pid in list(self._handles):
             self._forget(pid)
-        self._served = self._served and (bool(self._pids) or not waits)  # what ends is to be waited for yet
+        self._served = self._served and (bool(self._pids) or not waits)  # what ends is still to be waited for
         return bool(left.keys() - stay.keys())
 
     def _left(self, staying: Callable[[], Collection[int]]) -> dict[int, int]:
-        """Local rank → pid of those that have not ended, nor are to stay."""
+        """Local rank → pid of the workers that have not ended, and are not to stay."""
         ended, stay = self.poll(), staying()
         return {key: pid for key, pid in self._pids.items() if key not in ended and key not in stay}
 
     def _ask(self, op: str, **args: Any) -> dict[str, Any] | None:
-        """The server's answer; None without a server, whose children are then ours."""
+        """The server's answer; None without a server: then the workers are children of this process."""
         if self._server is None:
             return None
         with self._losing_the_server():
@@ -262,7 +262,7 @@ class Workers:
 
     @contextlib.contextmanager
     def _losing_the_server(self) -> Iterator[None]:
-        """Go on without it where it is lost."""
+        """If the server is lost, go on without it."""
         try:
             yield
         except ServerLost as error:
@@ -278,7 +278,7 @@ class Workers:
 
 
 def _requests(starts: Sequence[WorkerStart]) -> list[dict[str, Any]]:
-    """As the fork server is asked for them."""
+    """The form in which the fork server gets them."""
     return [
         {**dataclasses.asdict(start), "env": dict(start.env), "argv": list(start.argv)} for start in starts
     ]
