@@ -18,14 +18,14 @@ from nodekit.deploy.agent.hang.stacks import Stack, can_answer, stacks
 from nodekit.deploy.agent.rendezvous.formed import DONE, Formed
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 
-LOOK_S = 1.0  # how often is looked
+LOOK_S = 1.0  # between two looks at the progress
 STACKS_S = 10.0  # to read the stacks of all ranks
-RECORDS_S = 5.0  # for the ranks to leave what their flight recorders have
+RECORDS_S = 5.0  # for the ranks to dump their flight recorders
 _POLL_S = 0.05
 
 
 class HangDiagnosis:
-    """One node's part of it, through all rounds: what was learnt of the job's pace stays."""
+    """One node's part in finding a hang and its culprit, for all rounds: it remembers the pace of the job."""
 
     def __init__(self, setting: float | Literal["auto", "never"], record: EventLog) -> None:
         """`setting` is the inventory's ``timings.hang``."""
@@ -40,24 +40,26 @@ class HangDiagnosis:
         logs: Mapping[int, Path],
         recorder: Mapping[str, str] | None = None,
     ) -> None:
-        """Another round; `pids` and `logs` are this node's, by rank, `recorder` is `flight.environment` of all."""
+        """Begin another round; `pids` and `logs`: of this node's ranks; `recorder`: the ranks' `flight.environment`."""
         self._formed, self._pids, self._logs, self._recorder = formed, pids, logs, recorder or {}
         self._has_told_of_start = False
         self.active_s: float | None = None
-        """Of a hang: how long some rank, of any node, had given signs of life since the attempt began."""
+        """After a hang: how long after the begin of the attempt some rank, on any node, last gave a sign of life."""
         self.is_stepless = False
-        """Of a hang: whether no rank, of any node, had told of progress in this attempt."""
+        """After a hang: whether no rank, on any node, had reported progress in this attempt."""
         self.behind: tuple[int, ...] = ()
-        """Of a hang: the ranks that are blamed; none where all are."""
+        """After a hang: the culprits; none if all ranks are."""
         self.may_stay = False
-        """Of a hang: whether the ranks that are not blamed may go on with what they have."""
+        """After a hang: whether the other ranks may go on in the next attempt, with their last step."""
         self._look_at = 0.0
         self._watch.begin()
 
     def finds_a_hang(self, pause: Callable[[], None], *, has_ended: bool = False) -> bool:
-        """Whether the workers are to be ended and started anew; why is told. `pause` is called while it waits.
+        """Whether the ranks hang, and are to be restarted; report the culprit.
 
-        `has_ended`: some of this node's have ended well.
+        Args:
+            pause: is called while this waits for the other nodes.
+            has_ended: whether some of this node's ranks have ended well.
         """
         if self._is_off or time.monotonic() < self._look_at:
             return False
@@ -77,7 +79,7 @@ class HangDiagnosis:
             self._record.event("hang", text=text, line=blamed.line, stack=own)
             has_others = len(blamed.ranks) < self._formed.world_size
             self.behind = blamed.ranks if has_others else ()
-            # Where it has hung at once, something is wrong with what they have, or with these processes.
+            # If it hung before any step, the fault may be in the state that they keep, or in these processes.
             self.may_stay = has_others and not self.is_stepless
         except RuntimeError as error:  # the store is lost
             if suspicion is None:
@@ -86,7 +88,7 @@ class HangDiagnosis:
         return True
 
     def _tell_of_start(self, pause: Callable[[], None]) -> None:
-        """Name who keeps a job from its first step that tells nothing of itself: for people, it may only be slow."""
+        """Report which rank keeps a silent job from its first step; nothing is ended, since it may only be slow."""
         if self._has_told_of_start or self._watch.has_begun:
             return
         if self._watch.is_silent(time.monotonic()) or self._formed.store.get("start") is not None:
@@ -95,7 +97,7 @@ class HangDiagnosis:
             self._explain("start", pause)
 
     def _lingers(self, *, has_ended: bool) -> bool:
-        """Whether workers do not end, and say nothing any more, though others have ended well."""
+        """Whether ranks are silent and do not end, although others have ended well."""
         quiet_s = self._watch.quiet_s(time.monotonic())
         if quiet_s < self._watch.limit_s or not (has_ended or self._has_any_ended):
             return False
@@ -109,7 +111,7 @@ class HangDiagnosis:
         return len(self._formed.without(DONE)) < len(self._formed.members)
 
     def _share(self, key: str, logs: Mapping[int, Path] | None) -> None:
-        """Have the others look too, and tell them what this node's ranks do; with `logs`, they may be ended for it."""
+        """Ask the other nodes for their stacks, and send them this node's; with `logs`, that may end a rank."""
         self._formed.store.set(key, "")
         asked = [rank for rank, pid in self._pids.items() if can_answer(pid)]
         records = flight.ask(self._recorder, asked, timeout_s=RECORDS_S)
@@ -120,7 +122,7 @@ class HangDiagnosis:
         self._formed.store.set(f"{key}/{self._formed.group_rank}", json.dumps([*said, records, signs]))
 
     def _explain(self, key: str, pause: Callable[[], None]) -> tuple[culprit.Culprit, list[str]]:
-        """Name who is behind, by what all nodes tell that do so in time; and its stack, without what is kit's."""
+        """The culprit, by what the nodes have sent in time, and its stack, without frames of kit's."""
         formed, deadline = self._formed, time.monotonic() + RECORDS_S + 2 * STACKS_S
         parts, nodes = [], {}
         for group_rank, name in enumerate(formed.names):
@@ -147,7 +149,7 @@ class HangDiagnosis:
         own = list(
             itertools.takewhile(lambda line: "deploy/agent/ranks/forkserver.py" not in line, blamed.stack)
         )
-        if formed.group_rank == 0:  # one is enough to tell the user
+        if formed.group_rank == 0:  # one node tells the user
             shown = [f"    {line}" for line in own if "<frozen runpy>" not in line]
             is_start = "no first step yet: " if key == "start" else ""
             self._record.update(notice="\n".join([is_start + blamed.line, *shown]))
@@ -155,7 +157,7 @@ class HangDiagnosis:
 
 
 def _size(log: Path, pid: int) -> int:
-    # A rank whose log somebody has removed writes on into it, and does not hang.
+    # A rank whose log was removed goes on writing to the open file, and does not hang.
     for path in (log, f"/proc/{pid}/fd/1"):
         with contextlib.suppress(OSError):
             return os.stat(path).st_size  # noqa: PTH116  # once a second and rank

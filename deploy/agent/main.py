@@ -65,7 +65,7 @@ class Stop:
 
 
 def main() -> int:
-    """Wait for the go, then run."""
+    """Start the fork server, wait for "go" on stdin, then run."""
     node_dir = Path(sys.argv[1])
     forked = os.environ.pop("NODEKIT_START", "forkserver") == "forkserver"
     server = ForkServer.start(PRELOAD) if forked else None  # before there is any thread

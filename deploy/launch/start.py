@@ -146,14 +146,14 @@ class _Starting:
     def on_those_left(
         self, channels: dict[str, HostChannel], do: Callable[[], T], *, unfit: type[HostError] = ChannelLost
     ) -> T:
-        """What `do` returns; where hosts are lost meanwhile and an elastic job has enough without them, once more.
+        """Return what `do` returns; call it again if hosts are lost meanwhile and an elastic job has enough without.
 
-        They are taken out of `channels`, which ends an agent there that waits for its go. The supervisor tries them
+        They are taken out of `channels`, which ends an agent that still waits for its start. The supervisor tries them
         again.
 
         Args:
-            channels: what `do` works on.
-            do: may be done several times.
+            channels: those that `do` uses.
+            do: may be called several times.
             unfit: the error that leaves a host out even where it answers.
         """
         while True:
@@ -310,7 +310,7 @@ class _Starting:
         self._prestarted.add(name)
 
     def start_agents(self, client: NodeClient, planned: Plan, code: _Code) -> Collection[str]:
-        """Give the agents their go, and wait until workers run on every node; the nodes that the job begins without."""
+        """Start the agents, and wait until ranks run on every node; return the nodes that the job begins without."""
         run, active = client.run, [node.name for node in planned.active]
         state = policy.begin(
             Rules.of(self._inventory),
@@ -333,7 +333,7 @@ class _Starting:
             unsure = {name: each for name, each in told.items() if isinstance(each, HostError)}
             all_or_raise({name: each for name, each in told.items() if name not in unsure})
             with run.changing():
-                stopping.refuse_stopped(run)  # it came before the go of some, or between the gos
+                stopping.refuse_stopped(run)  # before all agents were started
                 run.state = "running"
             least = self._inventory.nodes.min
             without = wait_started(client, active, least=least, say=self.phases.say, lost=unsure)

@@ -8,7 +8,7 @@ from nodekit.deploy.supervise.state import Observation
 
 
 def seen_of(status: NodeStatus, *, problem: str = "", broken: str = "") -> Observation:
-    """What the judge is to know of a node's status; `broken`: why it was not started, if it was not."""
+    """The `Observation` by a node's status; `problem` and `broken`: why its last start failed, if it did."""
     generation = int(status.get("generation", -1))
     alive = bool(status.get("alive"))
     all_voters = [Voters.of(each) for each in (status.get("electorate"), status.get("granted")) if each]

@@ -10,45 +10,45 @@ from nodekit.deploy.records.events import Event
 
 
 class Observer(Protocol):
-    """Is told of a run while it goes on; whatever it raises does not hurt the run."""
+    """Receives the statuses and events of a run while it goes on; an error that it raises does not affect the run."""
 
     def see(self, statuses: Mapping[str, NodeStatus]) -> None:
-        """Each reachable node's status, as its agent wrote it; when it is new, and now and then."""
+        """Get each reachable node's status, as its agent wrote it; called on changes and from time to time."""
 
     def event(self, event: Event) -> None:
-        """One event of the run (docs/events.md), in the order in which they come in."""
+        """Get one event of the run (docs/events.md), in the order in which they arrive."""
 
     def close(self) -> None:
-        """The run is over, or this process has no more to do with it."""
+        """Clean up: the run is over, or this process follows it no longer."""
 
 
 class View(Protocol):
-    """What shows a run to the user while it goes on."""
+    """Shows a run to the user while it goes on."""
 
     tick_s: float
-    """How often it wants to be told, and asked for keys, where nothing happens."""
+    """How often `status` and `keys` are called while nothing happens, in seconds."""
 
     def say(self, text: str, *, is_event: bool = False) -> None:
-        """One line; `is_event`: it is told as an event, too."""
+        """Show one line; `is_event`: there is an event that says the same."""
 
     def log(self, node: str, rank: str, lines: list[str]) -> None:
-        """What a rank has written."""
+        """Show lines that a rank has written."""
 
     def status(self, lines: Mapping[str, str]) -> None:
-        """Each node's status line."""
+        """Show each node's status line."""
 
     def see(self, statuses: Mapping[str, NodeStatus]) -> None:
-        """Each reachable node's status, as its agent wrote it."""
+        """Get each reachable node's status, as its agent wrote it."""
 
     def event(self, event: Event) -> None:
-        """One event of the run."""
+        """Get one event of the run."""
 
     def keys(self) -> None:
-        """Look for pressed keys; raises what the user asks for, `Left` or `StopAsked`."""
+        """Read pressed keys; raise `Left` or `StopAsked` if the user asks for that."""
 
 
 class Left(Exception):
-    """The user leaves, and the job is to go on."""
+    """The user leaves the view; the job goes on."""
 
 
 class Over(Exception):

@@ -26,7 +26,7 @@ class _Started(NamedTuple):
 
     process: "subprocess.Popen[bytes]"
     stdin: "IO[bytes]"
-    """Open while the agent waits for its go; to close it before ends the agent."""
+    """Open while the agent waits for its start; closing it before that ends the agent."""
     fds: FrozenSet[int]
     """The sockets in `ports.held` that it was given, those that were there then."""
     log_from: int
@@ -176,7 +176,7 @@ def _record(pid: int, log_from: int) -> AgentRecord:
 
 
 def _end_waiting(node_dir: str) -> None:
-    """End an agent that was never given its go, and that another server has started.
+    """End an agent that another server has launched, and that never got its start.
 
     Where the connection to that server was cut, this host may not notice for hours; until then neither of them ends.
     """

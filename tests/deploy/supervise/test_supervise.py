@@ -1,4 +1,4 @@
-"""How a run ended, by what its nodes said; what the judge gets to see of a node's status; the supervisor's threads."""
+"""How a run ended, by what its nodes said; what the policy observes of a node's status; the supervisor's threads."""
 
 import contextlib
 import dataclasses
