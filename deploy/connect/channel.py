@@ -61,6 +61,8 @@ BOOT = (
 )
 _READY = b'{"ready": '  # how the first line of that program begins
 
+QUIET_SHELL = "let its ~/.bashrc print nothing without a terminal: `[[ $- == *i* ]] || return` as the first line there"
+
 
 class ChannelLost(HostError):
     """The connection to the host is gone; what runs there runs on."""
@@ -141,11 +143,13 @@ class HostChannel:
     Attributes:
         host: the host's name in the inventory.
         connection: the SSH connection below it, None on this machine.
+        printed: what the login shell there prints before a command, its last line; "" as it should be.
     """
 
     def __init__(self, host: str, process: Process, connection: SshConnection | None = None) -> None:
         self.host = host
         self.connection = connection
+        self.printed = ""
         self._process = process
         self._ids = itertools.count()
         self._waiting: dict[int, queue.Queue[dict[str, Any]]] = {}
@@ -186,12 +190,14 @@ class HostChannel:
         try:
             answer = self._ready.get(timeout=START_TIMEOUT_S)
         except queue.Empty:
+            said = process.stderr_tail().strip().splitlines()
             process.close()
             raise HostError(
                 self.host,
-                f"its python has not begun to answer within {START_TIMEOUT_S:.0f} s",
+                f"its python has not begun to answer within {START_TIMEOUT_S:.0f} s"
+                + (f" ({said[-1].strip()})" if said else ""),
                 cure="is it overloaded, its disk slow, or the way to it? If not: does its login shell wait for "
-                "something, and is `python:` an interpreter?",
+                "something, or its ~/.bashrc start another shell, and is `python:` an interpreter?",
             ) from None
         if "lost" in answer:
             is_silent = self.connection is not None and not process.stderr_tail().strip()
@@ -232,6 +238,7 @@ class HostChannel:
                     continue
                 message = json.loads(line)
                 if "ready" in message:
+                    self.printed = printed.decode("utf-8", "replace")
                     ready.put(message)
                 elif (waiter := self._waiting.get(message["id"])) is not None:
                     waiter.put(message)
@@ -328,7 +335,7 @@ def _no_python(last_words: str, *, maybe_no_shell: bool = False) -> Problem:
     ]
     cure = "set `python:` to an interpreter there that has torch"
     if maybe_no_shell:
-        cure += ", or give the user a login shell there that runs commands (is it nologin or false?)"
+        cure += ", or give the user a login shell there that runs commands (is it nologin or false, or does its ~/.bashrc exit?)"
     return Problem(f"its python does not run ({(said or [last_words])[-1]})", cure=cure)
 
 

@@ -246,7 +246,7 @@ class SshConnection:
 
         try:
             return self._hops[-1].open_sftp()
-        except (paramiko.SSHException, EOFError, OSError) as error:
+        except (paramiko.SSHException, paramiko.SFTPError, EOFError, OSError) as error:
             where, transport = self._hops[-1].where, self._connection.transport
             is_lost = transport is None or not transport.is_active()
             found = f"the connection to {where} is lost" if is_lost else f"{where} has no SFTP"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.channel import HostChannel, on_all
+from nodekit.deploy.connect.channel import QUIET_SHELL, HostChannel, on_all
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.check import Facts
@@ -171,6 +171,10 @@ class Visits:
         finding = functools.partial(Finding, "access", host.name)
         can_log_in = "a host that kit can log in to"
         if host.name in self._seen:
+            if printed := self._channels[host.name].printed:
+                found = f"its login shell prints '{printed}' before a command"
+                wanted = "nothing: rsync does not work there, and SFTP with many an sshd neither"
+                return [finding("warning", found, wanted, QUIET_SHELL)]
             rtt_s = self._seen[host.name].facts.rtt_s
             if rtt_s < SLOW_RTT_S:
                 return [finding("ok", f"{rtt_s * 1000:.1f} ms")]

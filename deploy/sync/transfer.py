@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nodekit.deploy.connect.channel import QUIET_SHELL
 from nodekit.deploy.sync.listing import Entry, Tree
 from nodekit.inventory.errors import HostError, KitError
 
@@ -33,6 +34,8 @@ class HostChannel(Protocol):
     def host(self) -> str: ...  # noqa: D102
     @property
     def connection(self) -> SshConnection | None: ...  # noqa: D102
+    @property
+    def printed(self) -> str: ...  # noqa: D102
     def call(self, op: str, *, timeout_s: float, **args: Any) -> Any: ...  # noqa: D102
 
 
@@ -234,7 +237,13 @@ def packs(entries: Sequence[Entry]) -> list[list[Entry]]:
 def _sftp(delivery: Delivery, connection: SshConnection) -> None:
     import paramiko
 
-    sftp = connection.sftp()
+    try:
+        sftp = connection.sftp()
+    except HostError as error:
+        if printed := delivery.channel.printed:  # rsync did not take it, nor an SFTP server that the shell starts
+            found = f"its login shell prints '{printed}' before a command, so that neither rsync nor SFTP works"
+            raise HostError(delivery.channel.host, found, cure=QUIET_SHELL) from error
+        raise
     files = bytes_done = 0
     incoming = delivery.cache + ".incoming"
     try:

@@ -810,6 +810,23 @@ def test_a_wrong_clock_is_named(kit: Kit) -> None:
 
 
 @pytest.mark.lab
+def test_a_login_shell_that_prints_is_a_warning_and_one_that_starts_another_names_it(kit: Kit) -> None:
+    assert kit.lab is not None
+    put(kit, "node1", "/root/.bashrc", "echo hi there\n")
+    kit.inventory(hosts=hosts_of(kit))
+    put(kit, "node2", "/root/.bashrc", "exec sh -c 'echo what is this >&2; cat >/dev/null'\n")
+    try:
+        found = {each.host: each for each in check(kit)}
+    finally:
+        kit.on_host("node1", "rm", "/root/.bashrc")
+        kit.on_host("node2", "rm", "/root/.bashrc")
+    assert (found["node1"].check, found["node1"].level) == ("access", "warning")
+    assert "prints 'hi there' before a command" in found["node1"].found
+    assert "what is this" in found["node2"].found
+    assert "bashrc" in found["node2"].cure
+
+
+@pytest.mark.lab
 def test_a_host_that_takes_the_connection_and_says_nothing_is_named_in_time(kit: Kit) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         mute = {"address": "127.0.0.1", "port": silent.getsockname()[1]}

@@ -389,6 +389,16 @@ def test_host_without_rsync_gets_it_by_sftp(
     assert content(Path(target.dest)).keys() == content(code).keys()
 
 
+def test_a_login_shell_that_prints_is_named_where_neither_rsync_nor_sftp_takes_it(
+    code: Path, tmp_path: Path, open_way: Opener
+) -> None:
+    # As ~/.bashrc does, also before the SFTP server that sshd_config of most distributions names.
+    noisy = 'ForceCommand echo hi there; exec sh -c "$SSH_ORIGINAL_COMMAND"'
+    channel = open_way("rsync", options=noisy)
+    with pytest.raises(HostError, match="its login shell prints 'hi there' before a command.*bashrc"):
+        send(code, goal(channel, tmp_path / "host"))
+
+
 def test_hosts_do_not_wait_for_nor_hide_each_other(code: Path, tmp_path: Path, open_way: Opener) -> None:
     channels = {name: open_way("rsync", name) for name in ("g1", "g2", "g3")}
     write(tmp_path / "g2", b"a file where the host's folder should be")
