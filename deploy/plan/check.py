@@ -49,6 +49,8 @@ class Facts:
     python: str
     """The version of the host's interpreter."""
     executable: str
+    pip: str = "installs"
+    """`hostfacts.pip`."""
     torch: str | None
     """The version of torch there; None: no torch."""
     torch_build: str = ""
@@ -81,6 +83,15 @@ class Facts:
     def num_gpus(self) -> int:
         """How many GPUs a job may use there."""
         return len(self.gpus.usable)
+
+    def install(self, packages: str) -> str:
+        """Return the command that installs packages for this python, as pip may there."""
+        command = f"{self.executable} -m pip install {packages}"
+        if self.pip == "managed":  # Debian's, Ubuntu's: it refuses, and tells to make a venv
+            venv = f"{self.executable} -m venv --system-site-packages ~/venv"
+            return f"{venv} && ~/venv/bin/python -m pip install {packages}, and set `python: ~/venv/bin/python`"
+        # Environments of uv have none.
+        return f"{self.executable} -m ensurepip && {command}" if self.pip == "none" else command
 
     @property
     def clock_error_s(self) -> float:
@@ -299,18 +310,16 @@ def _torch_problem(
             "where the host's own python has it",
         )
     if found.torch is None:
-        cure = (
-            f"set `python:` to an interpreter there that has it, or install it: {python} -m pip install torch"
-        )
+        cure = f"set `python:` to an interpreter there that has it, or install it: {found.install('torch')}"
         return Problem(f"no torch in {python}", cure=cure)
     differs = len(torches) > 1 and found.torch != common
     if numbers(found.torch) < OLDEST_TORCH and not (differs and environment is not None):
         wanted = f"{'.'.join(map(str, OLDEST_TORCH))} or newer"
-        return Problem(f"torch {found.torch}", wanted, f"{python} -m pip install -U torch")
+        return Problem(f"torch {found.torch}", wanted, found.install("-U torch"))
     if not differs:
         return None
     pin = f"torch=={str(common).split('+')[0]}"
-    cure = f"{python} -m pip install {pin}"
+    cure = found.install(pin)
     if environment is not None:
         cure = f"write {pin} where the inventory's `environment:` points to"
     number = torches[common or ""]

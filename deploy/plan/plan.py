@@ -185,7 +185,7 @@ def _refuse_unsafe_torch(argv: Sequence[str], facts: Mapping[str, Facts]) -> Non
             name,
             f"torch {found.torch}",
             wanted=wanted,
-            cure=f"{found.executable} -m pip install -U torch; a script of your own runs with it (docs/releases.md)",
+            cure=f"{found.install('-U torch')}; a script of your own runs with it (docs/releases.md)",
         )
         for name, found in facts.items()
         if found.torch and not is_safe(found.torch)

@@ -72,11 +72,11 @@ def findings(
     def other_cuda(host: str, common: str) -> str:
         wheels = f"https://download.pytorch.org/whl/cu{common.replace('.', '')}"
         options = f"--force-reinstall torch=={torch.partition('+')[0]} --index-url {wheels}"
-        return f"{facts[host].executable} -m pip install {options}"
+        return facts[host].install(options)
 
     def other_nccl(host: str, common: str) -> str:
         package = f"nvidia-nccl-cu{cuda.get(host, '').partition('.')[0]}=={common}"
-        return f"{facts[host].executable} -m pip install {package}"
+        return facts[host].install(package)
 
     found += _differ("CUDA runtime", cuda, "failure", other_cuda)
     found += _differ("NCCL", nccl, "failure", other_nccl)
@@ -155,7 +155,7 @@ def _software(
         packages = " ".join(scripts.DISTRIBUTIONS.get(name, name) for name in missing)
         what = f"no {', '.join(missing)} in {facts.executable}"
         wanted = f"what {script.name} imports"
-        found.append(finding("failure", what, wanted, f"{facts.executable} -m pip install {packages}"))
+        found.append(finding("failure", what, wanted, facts.install(packages)))
     if scripts.spawns(script.source):
         what = (
             f"{script.name} calls mp.spawn, whose processes wait for torchrun's store and not for each other"

@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import sys
+import sysconfig
 import time
 from importlib.machinery import PathFinder
 from typing import Any, Dict, List, Mapping, Optional, Sequence
@@ -48,6 +49,7 @@ def facts(
         "user": _user(),
         "python": platform.python_version(),
         "executable": sys.executable,
+        "pip": pip(),
         "torch": module_version("torch"),
         "torch_build": torch_build(),
         "modules": [name for name in modules if importlib.util.find_spec(name) is not None],
@@ -169,6 +171,14 @@ def module_version(name: str) -> Optional[str]:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "unknown"
+
+
+def pip() -> str:
+    """What pip may do to this interpreter: ``installs``, ``managed`` (the system's; PEP 668), or ``none`` is here."""
+    marker = os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
+    if sys.prefix == sys.base_prefix and os.path.exists(marker):
+        return "managed"
+    return "installs" if importlib.util.find_spec("pip") else "none"
 
 
 def torch_build() -> str:

@@ -1,6 +1,7 @@
 """From inventory and facts to what each node runs."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.plan import plan
 from nodekit.deploy.plan.check import (
     Facts,
@@ -384,6 +386,35 @@ def test_gpus_are_those_named_or_all_and_local_nodes_share_them(
     assert env.get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if num_gpus else None)
     assert env.get("NODEKIT_NUM_GPUS") == (str(len(shares[0])) if num_gpus else None)
     assert planned.nodes[0].nproc_per_node == max(1, len(shares[0]))
+
+
+@pytest.mark.parametrize(
+    ("pip", "command"),
+    [
+        ("installs", "/venv/bin/python -m pip install torch"),
+        ("none", "/venv/bin/python -m ensurepip && /venv/bin/python -m pip install torch"),
+        (
+            "managed",
+            "/venv/bin/python -m venv --system-site-packages ~/venv && ~/venv/bin/python -m pip install torch, and "
+            "set `python: ~/venv/bin/python`",
+        ),
+    ],
+)
+def test_the_cure_for_no_torch_is_what_this_python_lets_pip_do(tmp_path: Path, pip: str, command: str) -> None:
+    found = inventory(tmp_path, "hosts: {gpu1: }")
+    (error,) = examine(found, {"gpu1": facts("gpu1", torch=None, pip=pip)})
+    assert error.problem.cure.endswith(f"install it: {command}")
+
+
+def test_what_pip_may_do_to_a_python_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostfacts.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    assert hostfacts.pip() == ("installs" if importlib.util.find_spec("pip") else "none")
+    (tmp_path / "EXTERNALLY-MANAGED").touch()  # Debian's
+    assert hostfacts.pip() == "managed"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))  # a venv made from it
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)  # by uv
+    assert hostfacts.pip() == "none"
 
 
 def test_an_older_torch_runs_a_script_and_is_refused_for_the_training_module(tmp_path: Path) -> None:
