@@ -146,7 +146,7 @@ def _closed(
     back = "" if group.words else _back(pairs, source, target)
     alone = [key for key in group.pairs if pairs[key].is_alone]
     if alone:
-        because, cure = _firewall(pairs[source, target], ends, firewalls)
+        because, cure = _firewall([pairs[key] for key in group.pairs], ends, firewalls)
         which = " → ".join(alone[0]) if group.words else "this pair"
         tried = f"tried twice, the second time {which} alone"
     else:
@@ -160,8 +160,10 @@ def _closed(
     return Finding("network", group.host, level, found, wanted, cure, group.hosts)
 
 
-def _firewall(pair: Pair, ends: Mapping[str, End], firewalls: Mapping[str, Firewall]) -> tuple[str, str]:
-    """Return what blocks a pair's connections, and the cure; only certain rules, if there are any."""
+def _firewall(
+    pairs: Sequence[Pair], ends: Mapping[str, End], firewalls: Mapping[str, Firewall]
+) -> tuple[str, str]:
+    """Return what blocks the connections of a group's pairs, and the cure; only certain rules, if there are any."""
     cures = {
         firewall.cure(
             firewalls,
@@ -172,11 +174,17 @@ def _firewall(pair: Pair, ends: Mapping[str, End], firewalls: Mapping[str, Firew
             port=number,
             answer_port=next(iter(pair.dropped_from), None),
         ): None
+        for pair in pairs[:_MAX_COMMANDS]
         for ports in pair.failed.values()
         for number in ports
     }
-    certain = [each for each in cures if ", chain " in each[1]] or list(cures)
-    return "; ".join(seen for _, seen in certain if seen), "; ".join(command for command, _ in certain)
+    # One that lets a single address in cures a single pair; words without a command need no repetition.
+    certain = [each for each in cures if ", chain " in each[1]] or [each for each in cures if each[1]]
+    certain = certain or list(cures)[:1]
+    commands = list(dict.fromkeys(command for command, _ in certain))
+    if len(commands) > 1 and len(pairs) > _MAX_COMMANDS:
+        commands.append(f"so for all {len(pairs)} hosts")
+    return "; ".join(dict.fromkeys(seen for _, seen in certain if seen)), "; ".join(commands)
 
 
 def _strays(pairs: Pairs, ends: Mapping[str, End]) -> list[Finding]:

@@ -71,9 +71,10 @@ class Site:
 
     def mend(self, finding: Finding) -> None:
         """Type in what the finding says."""
-        host, _, command = finding.cure.removeprefix("on ").partition(": ")
-        assert command.startswith("sudo "), finding.cure
-        on(self.lab, host, "sh", "-c", command.removeprefix("sudo "))
+        for each in finding.cure.split("; "):
+            host, _, command = each.removeprefix("on ").partition(": ")
+            assert command.startswith("sudo "), finding.cure
+            on(self.lab, host, "sh", "-c", command.removeprefix("sudo "))
 
     def address(self, name: str) -> str:
         return self.lab.hosts[name].address
@@ -245,8 +246,7 @@ def test_a_firewall_that_lets_nothing_out_or_in_is_told_from_one_that_blocks_a_p
     found = {finding.host: finding for finding in site.bad()}
     assert "policy drop" in found["node3"].found
     site.mend(found["node3"])
-    found = {finding.host: finding for finding in site.bad()}
-    assert not any(name.startswith("node1") for name in found), "the cure was for node1"
+    assert not site.bad(), "the cure is for all hosts that it keeps out"
 
 
 @pytest.mark.lab
@@ -463,6 +463,32 @@ def test_the_cure_is_in_the_language_of_the_hosts_firewall(tool: str, cure: str)
         addresses={"a": "10.0.0.3", "b": "10.0.0.1"}, interfaces={"a": "eth0", "b": "eth1"},
     )  # fmt: skip
     assert said == cure
+
+
+def test_the_cure_of_many_pairs_has_some_commands_and_the_number_of_hosts() -> None:
+    names = [f"n{number}" for number in range(6)]
+    ends = {
+        name: outcomes.End(
+            host=name, address=f"10.0.0.{number}", interface="eth0", mtu=1500, ports=(29500,), udp_port=None,
+            port_range=(32768, 60999),
+        )
+        for number, name in enumerate(names)
+    }  # fmt: skip
+    pairs = {
+        (name, "n0"): outcomes.Pair(
+            source=name, target="n0", failed={"dropped": (29500,)}, words={}, unsent={}, is_alone=True
+        )
+        for name in names[1:]
+    }
+
+    def cure(tool: str) -> str:
+        here = {name: {"tool": tool, "rules": "", "may_see": True} for name in names}
+        (found,) = outcomes.findings(pairs, ends, here, port=29500, port_matters=True)
+        return found.cure
+
+    allowed = "; ".join(f"on n0: sudo ufw allow from 10.0.0.{number}" for number in (1, 2, 3))
+    assert cure("ufw") == f"{allowed}; so for all 5 hosts"
+    assert cure("").count("look between them") == 1
 
 
 def test_of_ipv6_the_rules_are_those_of_ip6tables() -> None:
