@@ -123,7 +123,14 @@ def verdict(
     outcomes = {name: told.outcome for name, told in nodes.items()}
     gone = [name for name, outcome in outcomes.items() if outcome == "gone"]
     if any(outcome == "succeeded" for outcome in outcomes.values()) and "failed" not in outcomes.values():
-        without = [name for name, outcome in outcomes.items() if outcome != "succeeded"]
+        last = {told.attempt for told in nodes.values() if told.outcome == "succeeded"}
+        # One that waited for the others' end was there, though it was stopped before it had heard of that.
+        without = [
+            name
+            for name, told in nodes.items()
+            if told.outcome != "succeeded"
+            and not (told.ranks and set(told.ranks) == set(told.ended) and told.attempt in last)
+        ]
         how = "trained to the end" + (f" without {', '.join(without)}" if without else "")
         return Verdict("succeeded", how, without=tuple(without))
     no_progress = any(told.no_progress for told in nodes.values())

@@ -235,6 +235,17 @@ def told(*failures: Failure, **nodes: Told) -> dict[str, Told]:
     return {**{each.node: Told(state="failed", failures=(each,)) for each in failures}, **nodes}
 
 
+def test_a_node_that_is_stopped_after_its_ranks_have_ended_well_was_there_at_the_end() -> None:
+    well = Told(state="succeeded", attempt="0.1", ranks=(1,), ended=(1,))
+    waited = Told(state="stopped", attempt="0.1", ranks=(0,), ended=(0,))
+    assert verdict({"gpu1": waited, "gpu2": well}, max_restarts=3).without == ()
+    for left in (
+        Told(state="stopped", attempt="0.1", ranks=(0, 2), ended=(0,)),
+        Told(state="gone", attempt="0.0", ranks=(0,), ended=(0,)),
+    ):
+        assert verdict({"gpu1": left, "gpu2": well}, max_restarts=3).without == ("gpu1",)
+
+
 @pytest.mark.parametrize(
     ("nodes", "others"),
     [
