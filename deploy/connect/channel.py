@@ -61,7 +61,9 @@ BOOT = (
 )
 _READY = b'{"ready": '  # how the first line of that program begins
 
-QUIET_SHELL = "let its ~/.bashrc print nothing without a terminal: `[[ $- == *i* ]] || return` as the first line there"
+QUIET_SHELL = (
+    "let its ~/.bashrc print nothing without a terminal: `[[ $- == *i* ]] || return` as the first line there"
+)
 
 
 class ChannelLost(HostError):
@@ -335,7 +337,10 @@ def _no_python(last_words: str, *, maybe_no_shell: bool = False) -> Problem:
     ]
     cure = "set `python:` to an interpreter there that has torch"
     if maybe_no_shell:
-        cure += ", or give the user a login shell there that runs commands (is it nologin or false, or does its ~/.bashrc exit?)"
+        cure += (
+            ", or give the user a login shell there that runs commands (is it nologin or false, or does its "
+            "~/.bashrc exit?)"
+        )
     return Problem(f"its python does not run ({(said or [last_words])[-1]})", cure=cure)
 
 

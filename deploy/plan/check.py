@@ -89,7 +89,9 @@ class Facts:
         command = f"{self.executable} -m pip install {packages}"
         if self.pip == "managed":  # Debian's, Ubuntu's: it refuses, and tells to make a venv
             venv = f"{self.executable} -m venv --system-site-packages ~/venv"
-            return f"{venv} && ~/venv/bin/python -m pip install {packages}, and set `python: ~/venv/bin/python`"
+            return (
+                f"{venv} && ~/venv/bin/python -m pip install {packages}, and set `python: ~/venv/bin/python`"
+            )
         # Environments of uv have none.
         return f"{self.executable} -m ensurepip && {command}" if self.pip == "none" else command
 

@@ -240,8 +240,12 @@ def _sftp(delivery: Delivery, connection: SshConnection) -> None:
     try:
         sftp = connection.sftp()
     except HostError as error:
-        if printed := delivery.channel.printed:  # rsync did not take it, nor an SFTP server that the shell starts
-            found = f"its login shell prints '{printed}' before a command, so that neither rsync nor SFTP works"
+        if (
+            printed := delivery.channel.printed
+        ):  # rsync did not take it, nor an SFTP server that the shell starts
+            found = (
+                f"its login shell prints '{printed}' before a command, so that neither rsync nor SFTP works"
+            )
             raise HostError(delivery.channel.host, found, cure=QUIET_SHELL) from error
         raise
     files = bytes_done = 0

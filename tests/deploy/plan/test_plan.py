@@ -400,7 +400,9 @@ def test_gpus_are_those_named_or_all_and_local_nodes_share_them(
         ),
     ],
 )
-def test_the_cure_for_no_torch_is_what_this_python_lets_pip_do(tmp_path: Path, pip: str, command: str) -> None:
+def test_the_cure_for_no_torch_is_what_this_python_lets_pip_do(
+    tmp_path: Path, pip: str, command: str
+) -> None:
     found = inventory(tmp_path, "hosts: {gpu1: }")
     (error,) = examine(found, {"gpu1": facts("gpu1", torch=None, pip=pip)})
     assert error.problem.cure.endswith(f"install it: {command}")

@@ -395,7 +395,7 @@ def test_a_login_shell_that_prints_is_named_where_neither_rsync_nor_sftp_takes_i
     # As ~/.bashrc does, also before the SFTP server that sshd_config of most distributions names.
     noisy = 'ForceCommand echo hi there; exec sh -c "$SSH_ORIGINAL_COMMAND"'
     channel = open_way("rsync", options=noisy)
-    with pytest.raises(HostError, match="its login shell prints 'hi there' before a command.*bashrc"):
+    with pytest.raises(HostError, match=r"its login shell prints 'hi there' before a command.*bashrc"):
         send(code, goal(channel, tmp_path / "host"))
 
 
