@@ -135,6 +135,7 @@ def cure(
     interfaces: Mapping[str, str],
     port: int,
     answer_port: int | None = None,
+    is_refused: bool = False,
 ) -> tuple[str, str]:
     """Return how to let `source` connect to a port of `target`, and what blocks it ("" if unknown).
 
@@ -146,6 +147,7 @@ def cure(
         interfaces: host → the interface with that address.
         port: the target's.
         answer_port: the source's, if it is known: answers go there.
+        is_refused: there was an answer that says no, as of a rule that rejects, or of a network without the target.
     """
     ways = [(target, "input", source, target, port), (source, "output", source, target, port)]
     if answer_port is not None:
@@ -165,7 +167,7 @@ def cure(
             port=number,
             interface=interfaces[host],
         )
-        if rule is not None:
+        if rule is not None and not (is_refused and rule.text.endswith("drop")):
             way = f"saddr {addresses[sender]}" if hook == "input" else f"daddr {addresses[receiver]}"
             return f"on {host}: {_nft(rule, way)}", f"{host}'s nftables, chain {rule.chain}: {rule.text}"
     here = found.get(target, {})

@@ -173,9 +173,10 @@ def _firewall(
             interfaces={name: end.interface for name, end in ends.items()},
             port=number,
             answer_port=next(iter(pair.dropped_from), None),
+            is_refused=outcome == "unreachable",
         ): None
         for pair in pairs[:_MAX_COMMANDS]
-        for ports in pair.failed.values()
+        for outcome, ports in pair.failed.items()
         for number in ports
     }
     # One that lets a single address in cures a single pair; words without a command need no repetition.
@@ -184,6 +185,8 @@ def _firewall(
     commands = list(dict.fromkeys(command for command, _ in certain))
     if len(commands) > 1 and len(pairs) > _MAX_COMMANDS:
         commands.append(f"so for all {len(pairs)} hosts")
+    if "unreachable" in pairs[0].failed and not any(", chain " in seen for _, seen in certain):
+        commands.append("or give `network:` another network, if this one does not connect them")
     return "; ".join(dict.fromkeys(seen for _, seen in certain if seen)), "; ".join(commands)
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -481,14 +482,31 @@ def test_the_cure_of_many_pairs_has_some_commands_and_the_number_of_hosts() -> N
         for name in names[1:]
     }
 
-    def cure(tool: str) -> str:
+    def cure(tool: str, outcome: str = "dropped") -> str:
+        there = {key: replace(pair, failed={outcome: (29500,)}) for key, pair in pairs.items()}
         here = {name: {"tool": tool, "rules": "", "may_see": True} for name in names}
-        (found,) = outcomes.findings(pairs, ends, here, port=29500, port_matters=True)
+        (found,) = outcomes.findings(there, ends, here, port=29500, port_matters=True)
         return found.cure
 
     allowed = "; ".join(f"on n0: sudo ufw allow from 10.0.0.{number}" for number in (1, 2, 3))
     assert cure("ufw") == f"{allowed}; so for all 5 hosts"
     assert cure("").count("look between them") == 1
+    another = "; or give `network:` another network, if this one does not connect them"
+    assert cure("", "unreachable") == cure("") + another
+
+
+def test_a_rule_that_drops_is_not_blamed_for_no_route_to_host() -> None:
+    rules = RULESET.replace("policy accept", "policy drop", 1) % "tcp dport 22 accept"
+
+    def cure(*, is_refused: bool) -> str:
+        return firewall.cure(
+            {"b": {"tool": "", "rules": rules, "may_see": True}}, source="a", target="b", port=29500,
+            addresses={"a": "10.0.0.3", "b": "10.0.0.1"}, interfaces={"a": "eth0", "b": "eth1"},
+            is_refused=is_refused,
+        )[0]  # fmt: skip
+
+    assert cure(is_refused=False).startswith("on b: sudo nft insert rule")
+    assert "look between them" in cure(is_refused=True)
 
 
 def test_of_ipv6_the_rules_are_those_of_ip6tables() -> None:
