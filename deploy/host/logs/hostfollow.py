@@ -274,7 +274,8 @@ def _changed(path: str) -> Optional[Tuple[int, int]]:
 def events(node_dir: str, file: str = "", offset: int = 0) -> List[List[Any]]:
     """A node's events since `offset` of its `file`, all where that is another: ``[[file, where it ends, line]]``.
 
-    A file is known by the time of its first event: a node whose disk is new begins another.
+    A file is known by the time of its first event: a node whose disk is new begins another. So does one that a power
+    loss has left shorter than it was read: an empty line says where, and what comes then is of ``FILE@BYTES``.
     """
     found: List[List[Any]] = []
     try:
@@ -283,7 +284,12 @@ def events(node_dir: str, file: str = "", offset: int = 0) -> List[List[Any]]:
                 name = repr(json.loads(events_file.readline())["time"])
             except (ValueError, KeyError, TypeError):
                 name = "?"
-            place = offset if name == file else 0
+            is_same = file.partition("@")[0] == name
+            name, place = (file, offset) if is_same else (name, 0)
+            size = events_file.seek(0, os.SEEK_END)
+            if place > size:
+                name, place = "%s@%d" % (name, size), size
+                found.append([name, place, ""])
             events_file.seek(place)
             # A line may be longer than that.
             data = events_file.read(LOG_CHUNK_BYTES) + events_file.readline()

@@ -69,6 +69,23 @@ def test_a_node_with_a_new_disk_is_read_from_its_beginning(home: Path):
     assert kinds(home) == ["agent-started", "rendezvous", "agent-started"]
 
 
+def test_a_node_whose_events_a_power_loss_has_cut_short_is_read_on_from_there(home: Path):
+    lines = [{"time": 10.0 + number, "kind": "sample", "step": number} for number in range(9)]
+    write(home / "gpu1", *lines)
+    gatherer = events.Gatherer(home / "run")
+    for _ in range(2):  # it may happen more than once
+        gather(gatherer, home / "gpu1")
+        os.truncate(home / "gpu1" / events.FILE, 130)  # in the middle of the second one
+        gather(gatherer, home / "gpu1")  # the host is back, and has no agent yet
+        files.end_torn_line(str(home / "gpu1" / events.FILE))
+        write(home / "gpu1", {"time": 20.0, "kind": "agent-started"})
+        gather(gatherer, home / "gpu1")
+        write(home / "gpu1", {"time": 21.0, "kind": "rendezvous"})
+        gather(events.Gatherer(home / "run"), home / "gpu1")  # who takes over goes on where it was left
+        gatherer = events.Gatherer(home / "run")
+    assert kinds(home) == ["sample"] * 9 + ["agent-started", "agent-started", "rendezvous", "rendezvous"]
+
+
 def test_a_torn_line_costs_only_itself(home: Path):
     path = home / "run" / events.FILE
     path.write_text('{"run": "r", "time": 1.0, "node": null, "kind": "said"}\n{"run": "r", "ti')
