@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,20 @@ def test_steps_that_are_done_again_replace_the_former_ones(tmp_path: Path) -> No
     assert (
         max(raw_steps(tmp_path / "tensorboard")) == 7
     )  # not only hidden: TensorBoard's fast reader shows all
+
+
+def test_a_clock_that_is_set_back_hides_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, now = Node(tmp_path), time.time
+    with monkeypatch.context() as wrong:
+        wrong.setattr(time, "time", lambda: now() + 86_400)
+        node.attempt([values(step, 1.0) for step in range(1, 9)], is_main=True)
+    for attempt, first in (("0.1", 6), ("0.2", 7)):
+        node.resume(first - 1)
+        node.attempt([values(step, float(first), attempt) for step in range(first, 12)], is_main=True)
+    found = read(tmp_path / "tensorboard")["train/loss"]
+    assert found == {**dict.fromkeys(range(1, 6), 1), 6: 6, **dict.fromkeys(range(7, 12), 7)}
+    names = [path.name.rpartition("attempt")[2] for path in event_files.of(tmp_path / "tensorboard")]
+    assert names == ["0.0", "0.1", "0.2"]
 
 
 def test_what_a_kill_has_kept_from_the_disk_is_drawn_by_the_next_attempt(tmp_path: Path) -> None:

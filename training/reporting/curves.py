@@ -86,7 +86,7 @@ class Curves:
 
             start = self._start()
             event_files.take_back(self._folder, start)
-            event_files.wait_for_a_later_name(self._folder)
+            event_files.see_to_a_later_name(self._folder)
             self._writer = SummaryWriter(
                 str(self._folder),
                 purge_step=start,  # for a running TensorBoard, which has read the removed points

@@ -15,6 +15,7 @@ _DOUBLE, _VARINT = (
     0x10,
 )  # an event begins with field 1, its time, and field 2, its step if that is not 0
 _LATER_S = 2.0
+_PREFIX = ("events", "out", "tfevents")
 
 
 def of(folder: Path) -> list[Path]:
@@ -81,9 +82,20 @@ def _step(event: bytes) -> int:
     return 0
 
 
-def wait_for_a_later_name(folder: Path) -> None:
-    """Wait until a new file sorts last: TensorBoard reads them by name, which contains the second of creation."""
+def see_to_a_later_name(folder: Path) -> None:
+    """Have a new file sort last: TensorBoard reads them by name, which contains the second of creation.
+
+    That takes a wait of a second; where the clock was set back since, those that are there get earlier names.
+    """
     deadline = time.monotonic() + _LATER_S
-    newest = [path.name.split(".")[3] for path in of(folder)[-1:]]
-    while newest and newest[0] >= f"{int(time.time()):010d}" and time.monotonic() < deadline:
+    files = of(folder)
+    while (is_late := files and _second(files[-1]) >= int(time.time())) and time.monotonic() < deadline:
         time.sleep(0.05)
+    for second, path in enumerate(files if is_late else (), int(time.time()) - len(files)):
+        if _second(path) > second:
+            path.rename(path.with_name(".".join([*_PREFIX, f"{second:010d}", *path.name.split(".")[4:]])))
+
+
+def _second(path: Path) -> int:
+    found = path.name.split(".")[3]
+    return int(found) if found.isdecimal() else 0
