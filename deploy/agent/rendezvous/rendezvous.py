@@ -166,6 +166,7 @@ class Rendezvous:
         self._state = State(
             backend,
             settings,
+            node=node,
             is_gone=self.is_gone,
             are_all_here=self.are_all_here,
             poll_s=lambda: self.poll_s,

@@ -27,6 +27,7 @@ class State(upstream._BackendRendezvousStateHolder):
         backend: Any,
         settings: Any,
         *,
+        node: Any,
         is_gone: Callable[[Any], bool],
         are_all_here: Callable[..., bool],
         poll_s: Callable[[], float],
@@ -36,12 +37,13 @@ class State(upstream._BackendRendezvousStateHolder):
         Args:
             backend: where the state is.
             settings: upstream's.
+            node: this one.
             is_gone: whether a node's keepalive has ended.
             are_all_here: whether a round of these participants need not wait for anyone (``is_first_round``).
             poll_s: how old a copy may be.
         """
         super().__init__(backend, settings, cache_duration=poll_s())  # type: ignore[arg-type]  # it is only ever subtracted from a time
-        self._is_gone, self._are_all_here, self._poll_s = is_gone, are_all_here, poll_s
+        self._node, self._is_gone, self._are_all_here, self._poll_s = node, is_gone, are_all_here, poll_s
         self._last_look = time.monotonic()
         self._silences: dict[Any, tuple[datetime, float]] = {}  # heartbeat, and the seconds watched since
         self._told_deadline = self._own_deadline = _NEVER
@@ -63,6 +65,10 @@ class State(upstream._BackendRendezvousStateHolder):
             state.last_heartbeats[node] = _long_ago(heartbeat) if is_gone else _now(heartbeat)
         super()._sanitize()
         state.last_heartbeats.update({node: told[node] for node in state.last_heartbeats})
+        own = state.last_heartbeats.get(self._node)
+        if own is not None and own > _now(own):
+            # This host's clock was set back: upstream would write the next one when it is as late again.
+            state.last_heartbeats[self._node] = _long_ago(own)
         if state.complete or state.deadline is None:
             return
         if self._are_all_here(set(state.participants), is_first_round=state.round == 0):

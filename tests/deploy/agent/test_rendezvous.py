@@ -175,6 +175,34 @@ def test_a_node_that_is_frozen_while_its_kernel_still_answers_keeps_nobody_waiti
     assert [[member["name"] for member in each.members] for each in formed] == [["n0", "n1"]] * 2
 
 
+def test_a_node_whose_clock_is_set_back_does_not_fall_silent(
+    connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream's next heartbeat comes when the clock is as late again: a day later, and the others wait for 15 s."""
+
+    class Yesterday(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) - timedelta(days=1)
+
+    for module in (rendezvous, state):
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.2)
+    nodes = [connect(rank, nodes=2, min_nodes=1) for rank in range(2)]
+    form_all(nodes)
+    for module in (upstream, state):
+        monkeypatch.setattr(module, "datetime", Yesterday)
+
+    def is_alive() -> bool:
+        nodes[0].num_nodes_waiting()
+        heartbeats = nodes[0]._state.state.last_heartbeats
+        return len(heartbeats) == 2 and all(
+            timedelta(hours=1) < datetime.now(each.tzinfo) - each < timedelta(days=2)
+            for each in heartbeats.values()
+        )
+
+    until(is_alive)
+
+
 def test_who_has_not_looked_for_a_while_takes_nobody_for_silent(
     connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
