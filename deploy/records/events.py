@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,9 @@ from nodekit.inventory.errors import KitError
 
 FILE = "events.jsonl"
 MAX_KEPT = 20_000  # events while there is no room for them on the disk
+CLOCK_SET_S = (
+    90.0  # a rank may tell of something a minute after it was: a clock that is set by less shows little
+)
 _REWRITTEN = (current_status.KIND, current_status.MOVED)
 
 
@@ -203,6 +207,10 @@ class Gatherer:
         self._status_file = current_status.StatusFile(str(self._path))
         self._statuses: dict[str, NodeStatus] = {}
         self._read: dict[str, tuple[str, int]] = {}
+        self._latest: dict[str, float] = {}  # node → the latest time of its events
+        self._clocks: dict[
+            str, tuple[float, float]
+        ] = {}  # node → its clock minus ours: as measured, and since
         self._lock = threading.Lock()
         self._kept: list[bytes] = []
         self.num_lost = 0
@@ -214,6 +222,7 @@ class Gatherer:
             ):  # by their order: a node's clock may jump
                 if event.node and (at := event.get("at")):
                     self._read[event.node] = (at[0], at[1])
+                    self._latest[event.node] = max(event.time, self._latest.get(event.node, event.time))
             if data and not data.endswith(b"\n"):
                 append_private(str(self._path), b"\n")
 
@@ -221,10 +230,29 @@ class Gatherer:
         """Which file of a node was read last, and how far."""
         return self._read.get(node, ("", 0))
 
+    def clock_offset(self, node: str, measured: float) -> float:
+        """A node's clock minus ours: as it was measured, or as its events tell that it was set since."""
+        known = self._clocks.get(node)
+        return known[1] if known and known[0] == measured else measured
+
+    def _offset_at(self, node: str, when: float, measured: float) -> float:
+        """The same, at an event that was `when` by its clock: none is to come, or was long before those before it."""
+        offset = self.clock_offset(node, measured)
+        if not math.isfinite(when):
+            return offset
+        latest = self._latest.get(node, -math.inf)
+        if (ahead_s := when - offset - time.time()) > CLOCK_SET_S:
+            offset += ahead_s
+        elif (behind_s := latest - (when - offset)) > CLOCK_SET_S:
+            offset -= behind_s
+        self._clocks[node] = (measured, offset)
+        self._latest[node] = max(latest, when - offset)
+        return offset
+
     def add_of_node(self, node: str, found: Sequence[tuple[str, int, str]], *, clock_offset: float) -> bool:
         """Add what was found on a node: (file, where its line ends, line); False: there is no room.
 
-        `clock_offset` is its clock minus ours.
+        `clock_offset` is its clock minus ours, as it was measured.
         """
         lines = []
         for file, end, text in found:
@@ -235,8 +263,9 @@ class Gatherer:
                 fields = json.loads(text)
                 if fields["kind"] in _REWRITTEN:
                     continue  # `heard` is told of these
+                offset = self._offset_at(node, float(fields["time"]), clock_offset)
                 lines.append(
-                    json.dumps({**_by_our_clock(fields, clock_offset), "at": [file, end]}).encode() + b"\n"
+                    json.dumps({**_by_our_clock(fields, offset), "at": [file, end]}).encode() + b"\n"
                 )
         return self.add(*lines)
 
@@ -258,6 +287,7 @@ class Gatherer:
         """Have what a node does now, and what its host says of it, stand in place of what was heard before."""
         if status == self._statuses.get(node) or "time" not in status:
             return
+        clock_offset = self.clock_offset(node, clock_offset)
         failures = [_by_our_clock(each, clock_offset) for each in status.get("failures", ())]
         with contextlib.suppress(OSError):
             self._status_file.write(

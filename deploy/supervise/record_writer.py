@@ -105,6 +105,20 @@ class RecordWriter:
             raise
         self._tell_of_mending(is_damaged=is_damaged)
 
+    def write_clock(self, name: str, clock_offset_s: float) -> bool:
+        """Put on record how far a node's clock is from ours since it was set; False where that cannot be written."""
+        try:
+            with self._run.changing(mends=True) as is_damaged:
+                self._refuse_over()
+                self._run.clock_offsets = {**self._run.clock_offsets, name: clock_offset_s}
+        except Over:
+            return False
+        except NotWritten as error:
+            self.cannot_write(str(error))
+            return False
+        self._tell_of_mending(is_damaged=is_damaged)
+        return True
+
     def _refuse_over(self) -> None:
         """Raise Over where the record, which was just read, is no longer that of this supervisor's start."""
         if not self._run.is_still(self._started):

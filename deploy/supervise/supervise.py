@@ -495,6 +495,14 @@ class Supervisor:
             offset = self._run.clock_offsets.get(name, 0.0)
             if not self._gatherer.add_of_node(name, found, clock_offset=offset):
                 self._writer.cannot_write(NO_ROOM.format(self._run.folder))
+            set_s = self._gatherer.clock_offset(name, offset) - offset
+            if set_s and self._writer.write_clock(name, offset + set_s):
+                way = "forward" if set_s > 0 else "back"
+                text = (
+                    f"{name}: its clock was set {way} by about {abs(set_s):.0f} s; times are corrected for that"
+                )
+                self._view.say(text, is_event=True)
+                self._note("said", text=text)
         else:
             self._ungathered[name].extend(found)
 

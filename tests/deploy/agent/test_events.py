@@ -86,6 +86,31 @@ def test_a_node_whose_events_a_power_loss_has_cut_short_is_read_on_from_there(ho
     assert kinds(home) == ["sample"] * 9 + ["agent-started", "agent-started", "rendezvous", "rendezvous"]
 
 
+@pytest.mark.parametrize("set_s", [86_400.0, -86_400.0])
+def test_a_nodes_clock_that_is_set_moves_none_of_its_events_by_a_day(home: Path, set_s: float):
+    began = time.time() - 50
+    write(home / "gpu1", {"time": began, "kind": "agent-started"}, {"time": began + 4, "kind": "rendezvous"})
+    gatherer = events.Gatherer(home / "run")
+    gather(gatherer, home / "gpu1")
+    assert gatherer.clock_offset("gpu1", 0.0) == 0.0
+    when = began + 8 + set_s
+    write(
+        home / "gpu1",
+        {"time": when, "kind": "worker-failed", "when": when - 1},
+        {"time": when + 2, "kind": "said"},
+    )
+    gather(gatherer, home / "gpu1")
+    found = events.read(home / "run")
+    assert [event.kind for event in found] == ["agent-started", "rendezvous", "worker-failed", "said"]
+    assert all(began <= event.time <= time.time() + 5 for event in found)
+    assert found[2].get("when") == pytest.approx(found[2].time - 1)
+    assert gatherer.clock_offset("gpu1", 0.0) == pytest.approx(set_s, abs=60)
+    assert gatherer.clock_offset("gpu1", 3.0) == 3.0  # it was measured anew
+    write(home / "gpu1", {"time": when + 4, "kind": "said"})
+    gather(events.Gatherer(home / "run"), home / "gpu1")  # who takes over finds that out anew
+    assert abs(events.read(home / "run")[-1].time - time.time()) < 60
+
+
 def test_a_torn_line_costs_only_itself(home: Path):
     path = home / "run" / events.FILE
     path.write_text('{"run": "r", "time": 1.0, "node": null, "kind": "said"}\n{"run": "r", "ti')

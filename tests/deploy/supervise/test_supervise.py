@@ -406,6 +406,38 @@ def test_what_is_decided_is_in_the_debug_log_and_what_came_of_it(
     assert said == ["d is lost"]
 
 
+def test_a_clock_that_was_set_is_on_record_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    with nodes.run.changing():
+        nodes.run.clock_offsets = {"a": 0.5, "b": 0.25}
+    began = time.time()
+
+    def told(end: int, *, ahead_s: float) -> list[Any]:
+        return ["1.0", end, json.dumps({"time": began + ahead_s, "node": "a", "kind": "sample"})]
+
+    nodes.parts = {
+        "a": [
+            {"events": [told(1, ahead_s=0.0)]},
+            {"events": [told(2, ahead_s=86_400.0)]},
+            {"events": [told(3, ahead_s=86_401.0)]},
+        ]
+    }
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        is_over = len([each for each in events.read(nodes.run.folder) if each.node == "a"]) == 3
+        return state, [Finish("succeeded")] if is_over or number > 10_000 else []
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+    assert find_runs.find(None).clock_offsets == {"a": pytest.approx(86_400, abs=60), "b": 0.25}
+    found = events.read(nodes.run.folder)
+    assert all(abs(event.time - began) < 60 for event in found if event.node == "a")
+    (said,) = [str(event.get("text")) for event in found if event.kind == "said"]
+    assert said.startswith("a: its clock was set forward by about 86")
+
+
 def event_of(kind: str, end: int) -> list[Any]:
     return ["1.0", end, json.dumps({"run": "lab-1", "time": float(end), "node": "a", "kind": kind})]
 
