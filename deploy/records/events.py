@@ -240,8 +240,11 @@ class Gatherer:
         offset = self.clock_offset(node, measured)
         if not math.isfinite(when):
             return offset
-        latest = self._latest.get(node, -math.inf)
-        if (ahead_s := when - offset - time.time()) > CLOCK_SET_S:
+        now = time.time()
+        latest = min(
+            self._latest.get(node, -math.inf), now
+        )  # what an earlier kit has gathered may be to come
+        if (ahead_s := when - offset - now) > CLOCK_SET_S:
             offset += ahead_s
         elif (behind_s := latest - (when - offset)) > CLOCK_SET_S:
             offset -= behind_s

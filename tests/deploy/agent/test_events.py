@@ -111,6 +111,17 @@ def test_a_nodes_clock_that_is_set_moves_none_of_its_events_by_a_day(home: Path,
     assert abs(events.read(home / "run")[-1].time - time.time()) < 60
 
 
+def test_an_event_that_is_to_come_takes_no_clock_for_set(home: Path):
+    """Of an earlier kit, or of before our own clock was set back."""
+    told = {"kind": "said", "node": "gpu1", "at": ["1.0", 10]}
+    write(home / "run", {**told, "time": time.time() + 86_400})
+    gatherer = events.Gatherer(home / "run")
+    for _ in range(3):
+        write(home / "gpu1", {"time": time.time(), "kind": "said"})
+        gather(gatherer, home / "gpu1")
+        assert gatherer.clock_offset("gpu1", 0.0) == 0.0
+
+
 def test_a_torn_line_costs_only_itself(home: Path):
     path = home / "run" / events.FILE
     path.write_text('{"run": "r", "time": 1.0, "node": null, "kind": "said"}\n{"run": "r", "ti')
