@@ -498,9 +498,7 @@ class Supervisor:
             set_s = self._gatherer.clock_offset(name, offset) - offset
             if set_s and self._writer.write_clock(name, offset + set_s):
                 way = "forward" if set_s > 0 else "back"
-                text = (
-                    f"{name}: its clock was set {way} by about {abs(set_s):.0f} s; times are corrected for that"
-                )
+                text = f"{name}: its clock was set {way} by about {abs(set_s):.0f} s; times are corrected for that"
                 self._view.say(text, is_event=True)
                 self._note("said", text=text)
         else:
