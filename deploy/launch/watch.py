@@ -334,8 +334,12 @@ def conclude(run: Run, channels: Mapping[str, HostChannel], verdict: Verdict) ->
         print("\n".join(failed_screen(run, verdict, [row for row in rows if row[0] != "logs"])))
         return NO_PROGRESS_EXIT if verdict.no_progress else JobFailed.exit_code
     if verdict.outcome == "stopped":
-        has_snapshot = any(label == "snapshots" for label, _ in rows)
-        goes_on = "goes on from its snapshot" if has_snapshot else "begins it anew: it has no snapshot"
+        labels = {label for label, _ in rows}
+        goes_on = "begins it anew: it has no snapshot"
+        if "snapshots" in labels:
+            goes_on = "goes on from its snapshot"
+        elif "not known" in labels:  # one may lie where nobody could look
+            goes_on = "goes on from its snapshot, if a node that could not be asked has one"
         resume = f"; {resume_command(run)} {goes_on}"
         print(f"{run.run_id} was stopped{resume if is_over(run, verdict) else ''}")
     else:

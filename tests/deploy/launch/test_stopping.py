@@ -29,6 +29,7 @@ from nodekit.deploy.supervise.supervise import Supervisor
 from nodekit.inventory.errors import KitError
 
 STOPPED = {"was": "running", "killed": False}
+NOTHING = {"logs": False, "snapshots": False, "curves": False, "weights": "", "written": None, "code": ""}
 
 
 def frozen(host: str) -> RemoteError:
@@ -222,8 +223,21 @@ def test_a_stopped_run_goes_on_by_the_command_it_was_started_with(
     with nodes.run.changing():
         nodes.run.command = ["train.py"]
     nodes.run.finish_stopped()
-    watch.conclude(nodes.run, {}, Verdict("stopped", "it was stopped"))
+    nodes.answers["artifacts.list_artifacts"] = lambda *_: NOTHING
+    watch.conclude(nodes.run, nodes.client.channels, Verdict("stopped", "it was stopped"))
     assert f"kit up {nodes.run.inventory_path} -- train.py begins it anew" in capsys.readouterr().out
+
+
+def test_a_node_that_could_not_be_asked_may_have_a_snapshot(
+    nodes: Nodes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes.run.finish_stopped()
+    nodes.answers["artifacts.list_artifacts"] = lambda *_: NOTHING
+    channels = {name: each for name, each in nodes.client.channels.items() if name != "b"}
+    watch.conclude(nodes.run, channels, Verdict("stopped", "it was stopped"))
+    said = capsys.readouterr().out
+    assert "goes on from its snapshot, if a node that could not be asked has one\n" in said
+    assert "begins it anew" not in said
 
 
 def test_why_a_run_was_stopped_is_told_with_how_to_go_on(
@@ -354,5 +368,6 @@ def test_the_exit_status_says_how_a_run_ended_also_where_it_was_stopped_elsewher
     nodes: Nodes, capsys: pytest.CaptureFixture[str], verdict: Verdict, status: int, said: str
 ) -> None:
     nodes.run.state = verdict.outcome
+    nodes.answers["artifacts.list_artifacts"] = lambda *_: NOTHING
     assert watch.conclude(nodes.run, nodes.client.channels, verdict) == status
     assert said.format(nodes.run.inventory_path) in capsys.readouterr().out.splitlines()
