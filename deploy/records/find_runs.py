@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def find(run_id: str | None) -> Run:
         raise KitError(f"no run on record in {folder()}", cure="start one: kit up INVENTORY")
     if run_id is None:
         last = _last(runs)
-        return last if last.sweep else _latest(runs, last.inventory_path) or last
+        return last if last.sweep else _latest(runs, Path(last.inventory_path)) or last
     both: list[Run | Unreadable] = [*runs, *unreadable]
     meant = [each for each in both if each.run_id == run_id] or [
         each for each in both if each.run_id.startswith(run_id)
@@ -70,7 +71,7 @@ def latest_of(inventory_path: Path) -> Run | None:
     Raises:
         KitError: as of `all_of`.
     """
-    return _latest(all_of(inventory_path), str(inventory_path.resolve()))
+    return _latest(all_of(inventory_path), inventory_path)
 
 
 def all_of(inventory_path: Path) -> list[Run]:
@@ -80,16 +81,20 @@ def all_of(inventory_path: Path) -> list[Run]:
         KitError: a record cannot be read that may be of one of them, which may be going on.
     """
     runs, unreadable = on_record()
-    path = str(inventory_path.resolve())
     for each in unreadable:
-        if each.inventory_path in (None, path):
+        if each.inventory_path is None or is_same(each.inventory_path, inventory_path):
             raise each.error()
-    return [run for run in runs if run.inventory_path == path]
+    return [run for run in runs if is_same(run.inventory_path, inventory_path)]
 
 
-def _latest(runs: Sequence[Run], inventory_path: str) -> Run | None:
-    own = [run for run in runs if run.inventory_path == inventory_path and not run.sweep]
+def _latest(runs: Sequence[Run], inventory_path: Path) -> Run | None:
+    own = [run for run in runs if not run.sweep and is_same(run.inventory_path, inventory_path)]
     return max(own, key=lambda run: (run.state in LIVE, run.order), default=None)
+
+
+def is_same(recorded: str, inventory_path: Path) -> bool:
+    """Whether a path on record is that of this file: it is as the user wrote it, maybe through ``..`` or a symlink."""
+    return os.path.realpath(recorded) == os.path.realpath(inventory_path)
 
 
 def sweep(run_id: str | None) -> list[Run]:

@@ -90,9 +90,7 @@ def chosen(found: Sequence[runs.Run], name: str | None, last: int | None) -> lis
     """
     find_runs.check_id(name)
     if name:
-        path = Path(name)
-        paths = {str(path.absolute()), str(path.resolve())}
-        here = [run for run in found if run.inventory_path in paths]
+        here = [run for run in found if find_runs.is_same(run.inventory_path, Path(name))]
         here = here or [run for run in found if run.run_id.startswith(name)]
         if found and not here:
             names = ", ".join(dict.fromkeys(run.name for run in reversed(found)))

@@ -503,6 +503,28 @@ def test_the_latest_run_is_the_one_begun_last_whatever_the_clock_said(tmp_path: 
     assert latest.run_id == find_runs.find(None).run_id == "lab-1122-060101-bbbb"
 
 
+@pytest.mark.parametrize("given", ["below/../lab.yaml", "link.yaml", "linked/lab.yaml"])
+def test_an_inventory_is_the_same_however_its_path_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    """Else `kit up ../lab.yaml` would never go on with a run, and start a second one beside one that is not over."""
+    (tmp_path / "below").mkdir()
+    (tmp_path / "link.yaml").symlink_to("lab.yaml")
+    (tmp_path / "linked").symlink_to(".")
+    written = str(tmp_path / given)  # an inventory's path is made absolute, and no more
+    record("lab-1122-060100-aaaa", state="running", inventory_path=written)
+    record("lab-1122-060101-bbbb", inventory_path=str(tmp_path / "other.yaml"))
+
+    for path in (written, str(tmp_path / "lab.yaml")):
+        found = find_runs.current(Path(path), None, is_new=False)
+        assert found is not None
+        assert found.run_id == "lab-1122-060100-aaaa"
+        with pytest.raises(KitError, match="is not over"):
+            find_runs.current(Path(path), None, is_new=True)
+        assert "bbbb" not in "".join(table(capsys, path))
+    assert find_runs.find(None).run_id == "lab-1122-060101-bbbb"
+
+
 @pytest.mark.parametrize("tried", ["drills", "selftests"])
 def test_what_a_drill_has_run_is_not_the_latest_run_beside_others(tried: str) -> None:
     """A bare `kit test` would measure a drill's weights."""
