@@ -190,6 +190,14 @@ BY_WORDS = (
         "See its mode (chmod +x) and its first line, which names its program (#!/bin/bash)",
     ),
     known(
+        "no-such-snapshot-file",
+        r"FileNotFoundError: \[Errno 2\] [^:\n]*: '(?P<path>[^'\n]*/runs/[^/'\n]+/[^/'\n]+/snapshots/[^'\n]+)'",
+        "there is no {path} on that node, though kit brings the ranks what the nodes have of that folder",
+        "Of a snapshot in several files: a node that was lost may have the rest; start its host, then kit up. Else "
+        "remove that snapshot from this folder on every node, and the script takes the one before. Before the script "
+        "writes a file there, it has to create the folder (os.makedirs)",
+    ),
+    known(
         "no-such-file",
         r"FileNotFoundError: \[Errno 2\] [^:\n]*: '(?P<path>[^']+)'",
         "there is no {path} on that node",

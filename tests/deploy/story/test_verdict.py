@@ -192,6 +192,28 @@ def test_an_exit_status_of_2_is_wrong_usage_only_where_that_is_said(
     assert never_starts(words, exitcode) is not again
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (
+            "/root/nodekit/runs/lab-1122-060100-aaaa/gpu 1/snapshots/step-20/__1_0.distcp",
+            "no-such-snapshot-file",
+        ),
+        ("/root/nodekit/runs/lab-1122-060100-aaaa/code/data.bin", "no-such-file"),
+        ("/data/snapshots/part.bin", "no-such-file"),
+    ],
+)
+def test_part_of_a_snapshot_that_is_missing_is_not_taken_for_data_that_nobody_sent(
+    path: str, name: str
+) -> None:
+    """The node that wrote it may have been lost before another one had a copy."""
+    cause = recognise(f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'")
+    assert cause is not None
+    assert cause.name == name
+    assert path in cause.what
+    assert ("job.code" in cause.cure) == (name == "no-such-file")
+
+
 QUOTED = (
     'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
     "    raise OSError('Address already in use') if taken else KeyError(1)\nKeyError: 1"
