@@ -190,6 +190,13 @@ BY_WORDS = (
         "See its mode (chmod +x) and its first line, which names its program (#!/bin/bash)",
     ),
     known(
+        "no-local-rank-option",
+        r"error: the following arguments are required: [^\n]*--local[-_]rank",
+        "the script wants the option --local_rank, which torch.distributed.launch gives, and torchrun and kit do not",
+        "Have the script read the variable: "
+        'parser.add_argument("--local_rank", type=int, default=int(os.environ["LOCAL_RANK"]))',
+    ),
+    known(
         "no-such-snapshot-file",
         r"FileNotFoundError: \[Errno 2\] [^:\n]*: '(?P<path>[^'\n]*/runs/[^/'\n]+/[^/'\n]+/snapshots/[^'\n]+)'",
         "there is no {path} on that node, though kit brings the ranks what the nodes have of that folder",

@@ -176,6 +176,7 @@ def test_numbers_of_a_full_gpu_are_told() -> None:
         ("python: can't open file '/c/x.py': [Errno 13] Permission denied", 2, "permission-denied", False),
         ("usage: x.py [-h]\nx.py: error: unrecognized arguments: --y", 2, "wrong-usage", False),
         ("[--a A]\n" * 40 + "x.py: error: the following arguments are required: --y", 2, "wrong-usage", False),
+        ("x.py: error: the following arguments are required: --local_rank", 2, "no-local-rank-option", False),
         ("Usage: x.py [OPTIONS]\n\nError: No such option: --y", 2, "wrong-usage", False),
         ("python -m nodekit.training: /data/train is not there: is it mounted?", 2, "", True),
         ("a.c:1:1: error: argument\nmake: *** [all] Error 1", 2, "", True),
