@@ -23,9 +23,8 @@ from nodekit.inventory.errors import KitError
 
 FILE = "events.jsonl"
 MAX_KEPT = 20_000  # events while there is no room for them on the disk
-CLOCK_SET_S = (
-    90.0  # a rank may tell of something a minute after it was: a clock that is set by less shows little
-)
+# A rank may tell of something a minute after it was. A clock that is set by less than this shows little.
+CLOCK_SET_S = 90.0
 _REWRITTEN = (current_status.KIND, current_status.MOVED)
 
 
@@ -208,9 +207,8 @@ class Gatherer:
         self._statuses: dict[str, NodeStatus] = {}
         self._read: dict[str, tuple[str, int]] = {}
         self._latest: dict[str, float] = {}  # node → the latest time of its events
-        self._clocks: dict[
-            str, tuple[float, float]
-        ] = {}  # node → its clock minus ours: as measured, and since
+        # Node → its clock minus ours: as it was measured, and as it is since it was set.
+        self._clocks: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
         self._kept: list[bytes] = []
         self.num_lost = 0
@@ -241,9 +239,7 @@ class Gatherer:
         if not math.isfinite(when):
             return offset
         now = time.time()
-        latest = min(
-            self._latest.get(node, -math.inf), now
-        )  # what an earlier kit has gathered may be to come
+        latest = min(self._latest.get(node, -math.inf), now)  # an earlier kit may have gathered some of later
         if (ahead_s := when - offset - now) > CLOCK_SET_S:
             offset += ahead_s
         elif (behind_s := latest - (when - offset)) > CLOCK_SET_S:
