@@ -1,4 +1,4 @@
-"""What is to be done now with a run, and who does it.
+"""Decide what to do next with a run, and do it: the policy and the supervisor.
 
 It may import the folders of `deploy` up to `story`.
 """

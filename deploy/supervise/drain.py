@@ -16,13 +16,13 @@ RETRY_S = 1.0
 
 
 def refusal(rules: Rules, drained: Collection[str], node: str, *, absent: Collection[str] = ()) -> str:
-    """Why a node cannot be drained, "" where it can; pure.
+    """Return why a node cannot be drained; "" if it can. Pure.
 
     Args:
-        rules: the inventory's.
-        drained: the nodes that are already.
-        node: the one that is to be.
-        absent: those that cannot be reached.
+        rules: of the inventory.
+        drained: nodes that are drained already.
+        node: the node to drain.
+        absent: unreachable nodes.
     """
     if node not in rules.nodes:
         return f"there is no node '{node}'; there are {names(rules.nodes)}"
@@ -40,13 +40,13 @@ def refusal(rules: Rules, drained: Collection[str], node: str, *, absent: Collec
 
 
 def ask(run: Run, rules: Rules, node: str, *, undo: bool, absent: Collection[str] = ()) -> str:
-    """Have whoever supervises the run drain a node, or take it back; what to say of that.
+    """Ask the run's supervisor to drain a node, or with `undo` to take it back; return a line for the user.
 
     Raises:
         NotWritten: the disk is full, or gone.
-        KitError: which nodes are drained cannot be read; nothing is changed.
+        KitError: the list of drained nodes cannot be read; nothing is changed.
     """
-    with run.alone():  # of two at once neither may be forgotten, nor both leave too few nodes
+    with run.alone():  # two requests at once must not overwrite each other, or leave too few nodes
         drained = run.drained_because
         if undo:
             if node not in drained:
@@ -61,31 +61,31 @@ def ask(run: Run, rules: Rules, node: str, *, undo: bool, absent: Collection[str
 
 
 def exclude(run: Run, node: str, why: str) -> None:
-    """Have a node drained because something of it is broken.
+    """Drain a node that is broken; `why` says how.
 
     Raises:
         NotWritten: the disk is full, or gone.
-        KitError: which others are drained cannot be read; nothing is changed.
+        KitError: the list of drained nodes cannot be read; nothing is changed.
     """
     with run.alone():
         run.drain({**run.drained_because, node: why})
 
 
 class Exclusions:
-    """Drains nodes that are broken: what cannot be is told of once, and tried again a moment later."""
+    """Drains broken nodes; retries a failure after `RETRY_S`, and raises it only once."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._told: dict[str, Problem] = {}
-        """Node that is broken → why it could not be drained, as it was told."""
+        """Broken node → why it could not be drained, as raised last."""
         self._try_at = 0.0
-        """When to try that again."""
+        """When to try again, by time.monotonic()."""
 
     def exclude(self, node: str, why: str) -> bool:
-        """Whether a node is drained now, as of `exclude`; False: it cannot be, as was told.
+        """Drain a broken node; False if that failed less than `RETRY_S` ago, or fails for a reason raised before.
 
         Raises:
-            KitError: it cannot be, which is to be told.
+            KitError: the node cannot be drained, for a new reason, which the caller reports.
         """
         if time.monotonic() < self._try_at:
             return False
@@ -102,28 +102,28 @@ class Exclusions:
 
 
 def line(because: Mapping[str, str], node: str) -> str:
-    """What a node's line says, by `Run.drained_because`; "" where it is not drained."""
+    """Return the status line of a drained node, from `Run.drained_because`; "" if it is not drained."""
     why = because.get(node)
     return "" if why is None else f"drained  {why}" if why else "drained"
 
 
 class Drained:
-    """Which nodes are drained, as whoever supervises has last read it: what cannot be read changes nothing."""
+    """The drained nodes, as the supervisor last read them; if they cannot be read, the last ones stay."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._because: dict[str, str] = {}
         self._said = ""
         self.is_known = False
-        """Whether it could ever be read; before, any node may be drained, and none may be started."""
+        """Whether the list was read at least once; until then any node may be drained, so none may be started."""
 
     @property
     def nodes(self) -> frozenset[str]:
-        """Their names."""
+        """The names of the drained nodes."""
         return frozenset(self._because)
 
     def look(self) -> str:
-        """Read it anew; why that cannot be, to be said, once each."""
+        """Read the list again; return a message for the user if that fails for a new reason, else ""."""
         try:
             self._because, self.is_known = self._run.drained_because, True
         except KitError as error:
@@ -133,25 +133,25 @@ class Drained:
         return ""
 
     def line(self, node: str) -> str:
-        """What a node's line says; "" where it is not drained."""
+        """Return the status line of a drained node; "" if it is not drained."""
         return line(self._because, node)
 
 
 class SlowNodes:
-    """Drains nodes that make the others wait (`job.on_slow`), where their hosts are the reason; once each.
+    """Drains nodes whose hosts slow the others down (`job.on_slow`), each once.
 
-    One that the user has taken back stays. What cannot be drained is asked for again: others may come back.
+    A node that the user has taken back stays. One that cannot be drained yet is tried again: other nodes may come back.
     """
 
     def __init__(self) -> None:
         self._left: set[str] = set()
         self._stayed: set[str] = set()
-        """Those of which it was told that they cannot leave."""
+        """Slow nodes for which the user was told that they cannot be drained."""
 
     def drain(
         self, run: Run, rules: Rules, statuses: Mapping[str, NodeStatus], *, absent: Collection[str]
     ) -> Iterator[str]:
-        """Do so, by what the nodes say; what to say of it. A disk that is full, or fails, is tried again."""
+        """Drain the slow nodes that the statuses name; yield a line for the user each. A failing disk is retried."""
         self._left |= rules.drained
         for status in statuses.values():
             slow = status.get("slow") if status["alive"] and status.get("state") == "running" else None

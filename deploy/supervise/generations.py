@@ -9,14 +9,14 @@ from nodekit.deploy.output.wording import names
 from nodekit.deploy.supervise.state import Fence
 from nodekit.deploy.supervise.turn import ASK_AGAIN_S, Turn
 
-BROKEN_S = 0.3  # orphaned agents: how long the others may take to find out the same
-NO_QUORUM_S = 1.0
-STUCK_S = 60.0  # agents that could meet and do not
-SLOW_START_S = 180.0  # the same, while some are being started
+BROKEN_S = 0.3  # once an agent is orphaned: how long the others may take to notice the same
+NO_QUORUM_S = 1.0  # how long a majority may be missing until the generation is broken, or a fence may take
+STUCK_S = 60.0  # how long agents that could form a round may fail to
+SLOW_START_S = 180.0  # the same, while some agents are being started
 
 
 def regenerate(turn: Turn) -> None:
-    """Begin another generation where this one cannot go on, after fencing it."""
+    """Fence the present generation if it cannot go on, and begin the next one once enough nodes are fenced."""
     following = turn.state.next_generation
     if following is not None and turn.rounds:
         turn.tell(f"generation {turn.state.generation} trains after all: not fencing it")
@@ -24,7 +24,7 @@ def regenerate(turn: Turn) -> None:
     if turn.state.next_generation is None:
         why = _why_broken(turn)
         able = [name for name in turn.in_sight if not turn.is_paused(name)]
-        # Those who are fenced cannot come back into this generation by themselves: not before there is a use in it.
+        # A fenced node cannot come back into this generation by itself, so fence only if a new one can begin.
         if why is None or len(able) < turn.rules.min_nodes or not turn.state.is_fenced_by(turn.in_sight):
             return
         _begin_fencing(turn, why)
@@ -36,12 +36,12 @@ def regenerate(turn: Turn) -> None:
         if each.fence >= following and not (each.trains and each.generation < following)
     ]
     if not turn.state.is_fenced_by({*turn.in_sight, *fenced}):
-        return  # unreachable nodes may go on, and then so should these
+        return  # the unreachable nodes may be training; then these nodes should rejoin them
     for name in turn.in_sight:
         if turn.seen[name].fence < following:
             turn.ask(name, f"fence{following}", ASK_AGAIN_S, Fence(name, following))
-    # One that lost its disk no longer knows whether it was in the last group, nor holds what that group committed: then
-    # it may be anywhere.
+    # A node that lost its disk does not know whether it was in the last group, and lacks that group's snapshots: the
+    # newest one may be on any other node.
     is_sure = turn.state.is_fenced_by(set(fenced) - turn.state.forgot)
     if not is_sure and len(fenced) < len(turn.rules.nodes):
         if turn.state.is_fenced_by(fenced):
@@ -55,7 +55,7 @@ def regenerate(turn: Turn) -> None:
         slow and turn.now - (turn.state.fencing_since or 0.0) < NO_QUORUM_S
     ):
         return
-    # The last group committed on more than half of the voters, so on one that is fenced. It goes on from there.
+    # The last group committed its snapshot on more than half of the voters, so a fenced one holds it. Go on from that.
     newest = max(turn.seen[name].held for name in fenced)
     if holders := [name for name in able if turn.seen[name].held == newest]:
         _begin_generation(turn, able, holders)
@@ -65,11 +65,11 @@ def regenerate(turn: Turn) -> None:
 
 
 def _why_broken(turn: Turn) -> str | None:
-    """Why the present generation has no way to go on, once that has been so for a while."""
+    """Return why the present generation cannot go on, once that has been so for a while; else None."""
     seen, state, own = turn.seen, turn.state, turn.own
     host = seen[state.host]
     wiped = turn.wiped()
-    # It may also have lost its own store: it says that it is fenced, and a store is never opened twice.
+    # The host's agent may also have lost its own store: it is fenced then, for a store is never opened twice.
     host_ended = (
         host.reachable
         and (not host.alive or host.state == "fenced")
@@ -122,10 +122,10 @@ def _begin_fencing(turn: Turn, why: str) -> None:
 
 
 def _begin_generation(turn: Turn, able: list[str], holders: list[str]) -> None:
-    """Begin the generation that was fenced for.
+    """Begin the next generation, for which the present one was fenced.
 
-    Its voters are nodes that hold the newest snapshot, so that nobody goes on without it; the others of `able`
-    come in, and are given it, later.
+    Its voters are nodes that hold the newest snapshot, so that no group can go on without it; the other nodes of
+    `able` join later, and receive it then.
     """
     state, seen, rules = turn.state, turn.seen, turn.rules
     met = set(state.met)
@@ -137,7 +137,7 @@ def _begin_generation(turn: Turn, able: list[str], holders: list[str]) -> None:
         : max(len(nodes), rules.min_nodes)
     ]
     nodes = nodes[: rules.max_nodes]
-    # Another host than before, in turn: the last one may be the one that the others cannot reach.
+    # Choose the next host in the inventory's order: the last one may be the one that the others cannot reach.
     at = rules.nodes.index(state.host) + 1
     in_turn = [name for name in (*rules.nodes[at:], *rules.nodes[:at]) if name in set(nodes)]
     host = next((name for name in in_turn if name in set(alive)), in_turn[0])

@@ -1,4 +1,4 @@
-"""Does to the nodes of one run what start and the supervisor decide: start, join, fence, set voters, stop."""
+"""Carries out actions on the nodes of one run: start, join, fence, set voters, stop."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from nodekit.deploy.sync.selection import IGNORE_FILE, why_left_out
 from nodekit.inventory.errors import HostError, KitError, KitErrors
 from nodekit.inventory.schema import Inventory
 
-GRACE_S = 30.0
-EVENTS_TIMEOUT_S = 5.0  # they are for people to read, and worth no long wait
+GRACE_S = 30.0  # how long ranks may take to save and end when they are stopped
+EVENTS_TIMEOUT_S = 5.0  # events are for people to read, and not worth a long wait
 SYNC_TIMEOUT_S = 3600.0
-STOP_MARGIN_S = 10.0
-_OWN_FOLDERS = "/code/\n/envs/\n/kit/\n/runs/\n/bench-*\n"  # of kit, in a workdir
+STOP_MARGIN_S = 10.0  # added to the ranks' grace: the time that their agent may take to end them
+_OWN_FOLDERS = "/code/\n/envs/\n/kit/\n/runs/\n/bench-*\n"  # the folders that kit makes in a workdir
 
 
 class BrokenHost(HostError):
-    """Something of the host is broken: starting it again is in vain until it is mended."""
+    """The host is broken (GPUs are missing): starting its agent is pointless until it is repaired."""
 
 
 class NodeClient:
-    """The run's nodes, each behind a channel that `channels` has at the moment.
+    """A client for all nodes of a run, over the channels that are open at the moment.
 
-    Several threads use it at once: it reads the run's record and never writes it.
+    It is thread-safe: it reads the run's record and never writes it.
     """
 
     def __init__(self, run: Run, inventory: Inventory, channels: dict[str, HostChannel]) -> None:
@@ -53,10 +53,10 @@ class NodeClient:
         self._package: sync.Package | None = None
 
     def node(self, name: str) -> NodePlan:
-        """What a node runs, as it is on record.
+        """Return the plan of a node from the run's record.
 
         Raises:
-            HostError: it was never started.
+            HostError: the node was never started.
         """
         fields = self.run.nodes.get(name)
         if fields is None:
@@ -65,11 +65,11 @@ class NodeClient:
         return NodePlan(**{**fields, **tuples})
 
     def prestart(self, name: str, secrets: Mapping[str, str]) -> None:
-        """Start a node's agent: it imports torch, and waits for `start`."""
+        """Start a node's agent, which imports torch and then waits for `start`."""
         node = self.node(name)
         env = {**node.env, "NODEKIT_START": self.inventory.job.start}
         if self.run.is_placed and secrets:
-            # They lie in the run's folder too, for a channel there is not SSH: it is not encrypted.
+            # In a Slurm allocation the channel is not SSH, and not encrypted: the agent reads the run folder's file.
             file = secrets_file(Path(node.code_dir).parent, RANKS)
             secrets_at = {"env_file": str(file)} if file is not None else {}
         else:
@@ -87,7 +87,11 @@ class NodeClient:
     def start(
         self, name: str, state: State, port: int | None, *, joins: bool = False, stands_by: bool = False
     ) -> None:
-        """Give an agent that waits its spec; `port` is held for it on the rendezvous host; `joins` a job under way."""
+        """Send its spec to an agent that waits for it.
+
+        `port` is, on the rendezvous host, the port reserved there for the store; `joins` says that the job is under
+        way already, `stands_by` that ranks may be started before their attempt is known.
+        """
         node = self.node(name)
         self._call(
             name,
@@ -107,20 +111,20 @@ class NodeClient:
         stands_by: Callable[[], bool],
         record: Callable[[str, NodePlan, float], None],
     ) -> None:
-        """Start the agent on a node that has none, after looking at its host anew.
+        """Start the agent of a node that has none, after examining its host again.
 
         Args:
-            name: the node's.
-            state: what the generation is.
-            is_new: it may lack the run's folder, and gets one.
-            stands_by: whether its ranks can be started before their attempt is known, as those of this run that have
-                stayed; asked last, since at a loss that shows while this node starts.
-            record: has the run's record say what the node runs, and how far its clock is from ours in seconds,
-                before it does: who takes over finds it there.
+            name: of the node.
+            state: the generation that the node is to join.
+            is_new: whether the node may lack a run folder; if so, one is created.
+            stands_by: returns whether the ranks can be started before their attempt is known, which holds if ranks of
+                this run have stayed in their process. Called last: after a loss, it shows only while this node starts.
+            record: writes to the run's record what the node runs, and its clock's offset from ours in seconds. Called
+                before anything is started, so that a supervisor that takes over finds the node there.
 
         Raises:
-            HostError: the host is not fit, or cannot be reached; or the run has ended, or was started anew.
-            KitError: what `record` raises.
+            HostError: the host is unfit or unreachable, or the run has ended or was started again.
+            KitError: raised by `record`.
         """
         host = next(each for each in self.inventory.hosts if each.name == name)
         channel = self._channel(name)
@@ -130,7 +134,7 @@ class NodeClient:
         if self.inventory.environment is not None:
             from nodekit.deploy.environment import environment  # most inventories have none
 
-            # Its disk may be new, or it is here for the first time.
+            # The node may have a new disk, or never have had the environment.
             limit_s = self.inventory.timings.environment
             environment.enter({name: channel}, [host], self.inventory.environment, timeout_s=limit_s)
         files = script.hosts_own(self._argv())
@@ -141,9 +145,9 @@ class NodeClient:
             raise KitErrors(problems)
         planned = self._planned(name, facts[name])
         code = self._lacking_code(planned)
-        # What runs there may be another start's, which this one's record does not know.
+        # An agent that runs there may belong to a later start of the run, which our copy of the record lacks.
         self._refuse_over(name)
-        if name not in self.run.nodes:  # an agent that the last stop did not reach runs the code of then
+        if name not in self.run.nodes:  # an agent that the last stop did not reach would run outdated code
             self._stop(planned, for_good=False)
         record(name, planned, facts[name].clock_offset_s)
         if not is_new and self.status(name)["fence"] < 0:
@@ -165,7 +169,7 @@ class NodeClient:
             called = dataclasses.replace(state, port=port or state.port)
             self.start(name, called, port, joins=True, stands_by=stands_by())
         except RemoteError:
-            # An earlier request, given up while the host was silent, may have come through: the node has its agent.
+            # An earlier request that timed out may have reached the host after all: then the node has its agent.
             if not self.status(name)["alive"]:
                 raise
 
@@ -174,7 +178,7 @@ class NodeClient:
             raise HostError(name, "the run has ended, or was started anew")
 
     def _refuse_broken(self, name: str, found: check.Facts) -> None:
-        """Raise BrokenHost where GPUs are gone that the node was planned with, as one that a reboot has not brought."""
+        """Raise BrokenHost if GPUs of the node's plan are missing, as after a reboot that did not bring one back."""
         planned = self.run.nodes.get(name, {}).get("gpus", ())
         there = {gpu.index for gpu in found.gpus.usable}
         if not planned or there.issuperset(planned):
@@ -188,7 +192,7 @@ class NodeClient:
             raise BrokenHost(name, text, cure=cure)
 
     def remember(self, name: str, why: str) -> None:
-        """Have a host remember that something of it is broken, for the next `kit up`."""
+        """Note on the host itself that it is broken, for the next `kit up`."""
         workdir = str(Path(self.node(name).node_dir).parent.parent.parent)
         self._call(name, "broken.remember", workdir=workdir, node=name, run=self.run.run_id, why=why)
 
@@ -211,7 +215,7 @@ class NodeClient:
         self._call(name, "set_voters", node_dir=self.node(name).node_dir, voters=voters.to_dict())
 
     def stop(self, name: str, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool = True) -> Any:
-        """Stop a node's agent; what was found there. Not `for_good`: the job goes on without it."""
+        """Stop a node's agent and return what was found there; with for_good=False the job goes on without the node."""
         return self._stop(self.node(name), grace_s=grace_s, force=force, for_good=for_good)
 
     def _stop(self, node: NodePlan, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool) -> Any:
@@ -225,11 +229,11 @@ class NodeClient:
         )
 
     def stop_all(self, *, grace_s: float = GRACE_S, force: bool = False) -> dict[str, Any]:
-        """Stop the run on every node that there is a channel to: host → what was found there, or the exception."""
+        """Stop the run on every connected node; return host → what was found there, or the exception."""
         return on_all(self._there(), lambda channel: self.stop(channel.host, grace_s=grace_s, force=force))
 
     def gather_events(self, gatherer: Gatherer) -> None:
-        """Add to the run's events what its nodes have written since, where they can be reached."""
+        """Fetch the new events and statuses of all connected nodes into the run's record."""
 
         def gather(channel: HostChannel) -> None:
             clock_offset = self.run.clock_offsets.get(channel.host, 0.0)
@@ -242,11 +246,11 @@ class NodeClient:
         on_all(self._there(), gather)
 
     def _there(self) -> dict[str, HostChannel]:
-        # Of a copy, made in one step: who follows a node takes its channel away, or puts a new one there.
+        # Copy first, which is atomic: the threads that follow the nodes remove and replace channels.
         return {name: channel for name, channel in self.channels.copy().items() if name in self.run.nodes}
 
     def status(self, name: str) -> NodeStatus:
-        """A node's status."""
+        """Return a node's status."""
         found: NodeStatus = self._call(name, "status", node_dir=self.node(name).node_dir)
         return found
 
@@ -287,14 +291,14 @@ class NodeClient:
         return dataclasses.replace(node, argv=argv)
 
     def _argv(self) -> tuple[str, ...]:
-        """What all nodes run, as it was when the run began: the code here may be another by now."""
+        """Return what all nodes run, from the record: the code on this machine may have changed since the start."""
         return tuple(self.run.argv or next(iter(self.run.nodes.values()))["argv"])
 
     def _lacking_code(self, node: NodePlan) -> sync.Tree | None:
-        """The run's code, where a node has another: its disk is new, or it was away when the run was resumed.
+        """Return the run's code if a node lacks it (a new disk, or away when the run was resumed), else None.
 
         Raises:
-            HostError: what is here is not the run's either.
+            HostError: the code on this machine is not the run's either.
         """
         if self.run.is_placed:
             return None
@@ -321,7 +325,7 @@ class NodeClient:
 
     def _channel(self, name: str) -> HostChannel:
         channel = self.channels.get(name)
-        if channel is None:  # who follows the node has given it up, and opens another
+        if channel is None:  # the thread that follows the node has dropped it, and opens another
             raise HostError(name, "the connection is gone")
         return channel
 
@@ -330,7 +334,7 @@ class NodeClient:
 
 
 def secrets_of(inventory: Inventory) -> dict[str, str]:
-    """The secrets' values, from the environment here.
+    """Return name → value of the job's secrets, from this process's environment.
 
     Raises:
         KitError: some are not set.
@@ -345,10 +349,10 @@ def secrets_of(inventory: Inventory) -> dict[str, str]:
 
 
 def list_code(inventory: Inventory, command: list[str] | tuple[str, ...] | None) -> sync.Tree:
-    """The code as it is now.
+    """List the files of the job's code folder as they are now.
 
     Raises:
-        KitError: it, or the script, is not there, or cannot be read.
+        KitError: the folder or the command's script is missing or unreadable.
     """
     code = Path(inventory.job.code).expanduser()
     script.find(inventory, command)
@@ -357,10 +361,10 @@ def list_code(inventory: Inventory, command: list[str] | tuple[str, ...] | None)
 
 
 def _leave_out_workdir(code: Path, inventory: Inventory) -> None:
-    """Where a node of this machine has its folder in the code, leave that out: each start would send all before it.
+    """Exclude a local node's workdir that lies in the code folder: each start would send all earlier runs along.
 
     Raises:
-        KitError: that is for the user to do.
+        KitError: only the user can exclude it.
     """
     for host in inventory.hosts:
         written = os.path.expanduser(host.workdir)  # noqa: PTH111  # raises for no user

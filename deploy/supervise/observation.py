@@ -1,4 +1,4 @@
-"""Take from a node's status what the policy goes by. Pure."""
+"""Turns a node's status into the policy's input. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nodekit.deploy.supervise.state import Observation
 
 
 def seen_of(status: NodeStatus, *, problem: str = "", broken: str = "") -> Observation:
-    """The `Observation` by a node's status; `problem` and `broken`: why its last start failed, if it did."""
+    """Return the `Observation` of a node's status; `problem` and `broken` say why its last start failed, if it did."""
     generation = int(status.get("generation", -1))
     alive = bool(status.get("alive"))
     all_voters = [Voters.of(each) for each in (status.get("electorate"), status.get("granted")) if each]
@@ -22,7 +22,7 @@ def seen_of(status: NodeStatus, *, problem: str = "", broken: str = "") -> Obser
         state=str(status.get("state", "")),
         blocked=bool(status.get("no_quorum")),
         members=tuple(status.get("members", ())),
-        # Workers of the old generation may still be ending: only then is it over there.
+        # The node counts as fenced only once the workers of the old generation have ended.
         fence=fence if is_clear else min(fence, generation),
         voters=max((each for each in all_voters if each.generation == generation), default=None),
         port=int(status.get("port") or 0),

@@ -1,4 +1,4 @@
-"""Who sees a run while it goes on."""
+"""The interfaces through which a running job is shown: observers, the view, and the exceptions that end it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class View(Protocol):
     """How often `status` and `keys` are called while nothing happens, in seconds."""
 
     def say(self, text: str, *, is_event: bool = False) -> None:
-        """Show one line; `is_event`: there is an event that says the same."""
+        """Show one line; `is_event` says that there is also an event with this content."""
 
     def log(self, node: str, rank: str, lines: list[str]) -> None:
-        """Show lines that a rank has written."""
+        """Show lines of a rank's output."""
 
     def status(self, lines: Mapping[str, str]) -> None:
         """Show each node's status line."""
@@ -52,7 +52,7 @@ class Left(Exception):
 
 
 class Over(Exception):
-    """Another process has ended the run, or started it anew: there is nothing left to do for this one."""
+    """Another process has ended the run, or started it again: this process has nothing left to do."""
 
 
 class StopAsked(Exception):

@@ -1,4 +1,4 @@
-"""Writes the run's record for the supervisor, and tells of a disk that is full."""
+"""Writes the run's record for the supervisor, and reports a full disk to the user."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from nodekit.deploy.supervise.state import Observation, State
 from nodekit.inventory.errors import NotWritten
 
 RETRY_S = 1.0
-LOOK_S = 1.0  # between looks whether another process has ended the run, or started it anew
-LAST_WORDS_S = 5.0  # after it has ended on record, how long its nodes may still tell how
+LOOK_S = 1.0  # how often to check whether another process has ended the run, or started it again
+LAST_WORDS_S = 5.0  # once the record has the run's end, how long its nodes may still report how they ended
 
 
 class RecordWriter:
-    """Writes the record of a run; a disk that is full is told of once, and once when there is room again."""
+    """Writes the record of a run; reports a full disk once, and once more when it can be written again."""
 
     def __init__(self, run: Run, view: View) -> None:
         self._run = run
         self._view = view
         self._started = run.started
         self._look_at = 0.0
-        """When to look at the record again."""
+        """When to read the record again, by time.monotonic()."""
         self._ended_at: float | None = None
-        """When it was seen to have the run's end."""
+        """When the record was first seen to have the run's end."""
         self._problem = ""
-        """Why nothing could be written, since it could be the last time."""
+        """Why the record cannot be written at present; "" if it can."""
         self._write_at = 0.0
-        """When to try again."""
+        """When to try to write again, by time.monotonic()."""
 
     def has_ended(self, seen: Mapping[str, Observation], *, at_once: bool = False) -> bool:
-        """Whether the run has ended on record, which is read at once, or each second.
+        """Whether the record has the run's end; it is read again each second, or now with `at_once`.
 
         Raises:
-            Over: and no node that is `seen` has more to tell of that; or it was started anew.
+            Over: the run has ended and no reachable node may still report how, or it was started again.
         """
         now = time.monotonic()
         if now >= self._look_at or at_once:
@@ -47,7 +47,7 @@ class RecordWriter:
             record = self._run.as_recorded()
             if record.started != self._started:
                 raise Over(f"{record.run_id} was started anew by another kit up; this one leaves it alone")
-            # Whoever acts may have had a node come in: it is to be followed, and stopped, by this one, too.
+            # The supervisor that acts may have added a node, which this process has to follow, and to stop, too.
             self._run.nodes, self._run.clock_offsets = record.nodes, record.clock_offsets
             if record.state in ENDED:
                 self._ended_at = now if self._ended_at is None else self._ended_at
@@ -57,13 +57,14 @@ class RecordWriter:
         return self._ended_at is not None
 
     def is_written(self, state: State, gatherer: Gatherer) -> bool:
-        """Whether what was decided is on record: only then it is done, so that who takes over cannot repeat it.
+        """Write a decision's state to the record, and return whether it is there.
 
-        Nothing is written where the run has ended, or was started anew: the record is another's then.
+        Only then may its actions be carried out, or a supervisor that takes over might repeat them. If the run has
+        ended or was started again, the record is another process's: nothing is written, and False returned.
 
         Args:
-            state: what was decided.
-            gatherer: what could not be added to the run's events is added by it when there is room again.
+            state: the policy's state after the decision.
+            gatherer: adds the events that there was no room for, once the disk can be written again.
         """
         judgement = state.to_dict()
         is_known = judgement == self._run.judgement
@@ -89,11 +90,11 @@ class RecordWriter:
         return True
 
     def write_plan(self, name: str, node: NodePlan, clock_offset_s: float) -> None:
-        """Put what a node runs on record, and how far its clock is from ours.
+        """Record what a node runs, and its clock's offset from ours in seconds.
 
         Raises:
-            NotWritten: it cannot be, which is told of.
-            Over: the run has ended, or was started anew.
+            NotWritten: the disk is full or gone, which is reported to the user here.
+            Over: the run has ended, or was started again.
         """
         try:
             with self._run.changing(mends=True) as is_damaged:
@@ -106,7 +107,7 @@ class RecordWriter:
         self._tell_of_mending(is_damaged=is_damaged)
 
     def write_clock(self, name: str, clock_offset_s: float) -> bool:
-        """Put on record how far a node's clock is from ours since it was set; False where that cannot be written."""
+        """Record the offset of a node's clock that was set meanwhile; False if it cannot be written."""
         try:
             with self._run.changing(mends=True) as is_damaged:
                 self._refuse_over()
@@ -120,12 +121,12 @@ class RecordWriter:
         return True
 
     def _refuse_over(self) -> None:
-        """Raise Over where the record, which was just read, is no longer that of this supervisor's start."""
+        """Raise Over if the record, just read, shows that this supervisor's run has ended or was started again."""
         if not self._run.is_still(self._started):
             raise Over(f"{self._run.run_id} has ended, or was started anew")
 
     def cannot_write(self, problem: str) -> None:
-        """Tell why nothing can be written, unless that is known."""
+        """Report why nothing can be written, unless a problem is reported already."""
         if not self._problem:
             text = f"{problem}; until then the job trains on, but nothing is started in place of what is lost"
             self._view.say(text, is_event=True)

@@ -1,4 +1,4 @@
-"""Keeps a run equal to its inventory: follows every node, does what `policy.py` decides, tells how it ended."""
+"""Supervises a run: follows every node, carries out what `policy.py` decides, and returns the verdict at its end."""
 
 from __future__ import annotations
 
@@ -53,23 +53,24 @@ from nodekit.inventory.errors import HostError, KitError, NotWritten
 _LOG = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-UNREACHABLE_AFTER_S = 3.0  # a node says something every second; this long without a word, it is unreachable
-HOST_UNREACHABLE_AFTER_S = 2.0  # the same, of a rendezvous host that another node has lost
-LATE_AFTER_S = 1.6  # a node says something within 1.5 s: after more, the rendezvous host may soon be missed
-SOON_S = 0.1  # between looks at it then
-_LATER_S = 1.0  # that node has been heard since: else the connection from here may be cut to both
-MAX_UNGATHERED = 2000
-LOOK_AGAIN_S = 0.5  # for an agent on a node that has none
+UNREACHABLE_AFTER_S = 3.0  # a node reports every second; after this long without a report it is unreachable
+HOST_UNREACHABLE_AFTER_S = 2.0  # the same for the rendezvous host, if another node has lost it too
+LATE_AFTER_S = 1.6  # nodes report within 1.5 s: once this has passed, the rendezvous host may be lost
+SOON_S = 0.1  # how often to look for its report then
+# The other node's last report must be this much newer: else the connection from here to both may be cut.
+_LATER_S = 1.0
+MAX_UNGATHERED = 2000  # events per node that a process which only watches keeps
+LOOK_AGAIN_S = 0.5  # how often to look for an agent on a node that has none
 Heard = Literal["plan", "busy", "problem", "refused", "lost", "unknown", "part", "ended"]
-"""What a thread has found out about its node."""
+"""The kinds of message that the threads of a supervisor send about their nodes."""
 NO_ROOM = "{0}/events.jsonl cannot be written; see to the disk (df {0})"
 
 
 class Supervisor:
-    """Follows the nodes of one run until it ends, and acts for it unless another supervisor does.
+    """Follows the nodes of one run until it ends, and acts on them unless another supervisor does.
 
-    Each node is followed, and each thing done, in a thread of its own; those put what they have found into a queue. The
-    thread that watches takes it from there, and it alone decides, and writes the run's record.
+    Each node is followed, and each action carried out, in a thread of its own, which puts its results into a queue. The
+    thread that calls `watch` reads the queue; it alone decides, and writes the run's record.
     """
 
     def __init__(
@@ -84,17 +85,17 @@ class Supervisor:
         shown: Mapping[str, Mapping[str, int]] | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """Nothing happens before `watch`.
+        """Start nothing before `watch`.
 
         Args:
-            client: what acts on the nodes.
-            view: what the user sees.
-            lock: held by the one who acts.
-            rules: the inventory's.
-            reopen: a new channel to a host; HostError where it cannot be reached.
-            tail_bytes: of each log that is there already, show only this much.
-            shown: node → log → how much of it has been shown.
-            observers: told of all that is seen and of all events from now on.
+            client: acts on the nodes.
+            view: shows the run to the user.
+            lock: held by the supervisor that acts.
+            rules: of the inventory.
+            reopen: opens a new channel to a host; raises HostError if it is unreachable.
+            tail_bytes: of each log that exists already, show only the last bytes.
+            shown: node → log → number of its bytes that were shown before.
+            observers: receive all statuses and events from now on.
         """
         self._client = client
         self._run = client.run
@@ -102,10 +103,10 @@ class Supervisor:
         self._view = view
         self._lock = lock
         self._acts = lock.acquire()
-        if self._acts:  # the one before may have decided more since this record was read
+        if self._acts:  # the previous supervisor may have decided more since this record was read
             try:
                 client.run.reload()
-            except KitError:  # then it only watches, until `_take_over` can read it
+            except KitError:  # only watch, until `_take_over` can read the record
                 lock.release()
                 self._acts = False
         self._state = State.from_dict(client.run.judgement, rules)
@@ -131,17 +132,19 @@ class Supervisor:
         self._writer = RecordWriter(client.run, view)
         self._slow_nodes = drain.SlowNodes()
         self._has_ended = False
-        """Whether the run has ended on record: nothing is done any more."""
+        """Whether the record has the run's end: no action is carried out any more."""
         self._record_problem = ""
-        """Why this one could not take over, as it was told."""
+        """Why this process could not take over, as reported last."""
         self._take_over_at = 0.0
-        """When to try that again."""
+        """When to try to take over again, by time.monotonic()."""
 
     def watch(self) -> Verdict:
-        """Follow every node to the end; KeyboardInterrupt and what the view raises pass, with everything running.
+        """Follow every node until the run ends, and return the verdict.
+
+        A KeyboardInterrupt, and what the view raises, leave the job running.
 
         Raises:
-            Over: another process has ended the run, or started it anew.
+            Over: another process has ended the run, or started it again.
         """
         for name in self._rules.nodes:
             threading.Thread(target=self._follow, args=(name,), name=f"follow-{name}", daemon=True).start()
@@ -154,14 +157,14 @@ class Supervisor:
             self._tell_observers()
             self._view.keys()
             if len(self._heard) < len(self._rules.nodes):
-                continue  # what has not been looked at yet must not be taken for gone
+                continue  # a node that was not looked at yet must not be taken for lost
             self._miss_host()
             if (finish := self._decide()) is not None:
                 self._closing.set()
                 return self._end(finish)
 
     def _tell_observers(self) -> None:
-        """Hand on what is new: to the view and to all who asked."""
+        """Pass new events and the statuses to the view and to the observers."""
         new = self._events.more()
         for event in new:
             self._view.event(event)
@@ -178,13 +181,13 @@ class Supervisor:
                 )
 
     def _wait_s(self) -> float:
-        """How long to wait for what nodes say: a host that is about to be missed is looked at more often."""
+        """Return how many seconds to wait for reports of nodes: few if the rendezvous host's is late."""
         silent_s = time.monotonic() - self._heard.get(self._state.host, math.inf)
         is_late = LATE_AFTER_S < silent_s <= UNREACHABLE_AFTER_S
         return min(self._view.tick_s, SOON_S) if is_late else self._view.tick_s
 
     def _miss_host(self) -> None:
-        """Take the rendezvous host for unreachable sooner where another node, which is heard, has lost it, too."""
+        """Mark the rendezvous host as unreachable earlier than others if a reachable node has lost it, too."""
         host, now = self._state.host, time.monotonic()
         if not self._seen[host].reachable or now - self._heard[host] <= HOST_UNREACHABLE_AFTER_S:
             return
@@ -212,7 +215,7 @@ class Supervisor:
             self._has_ended = self._writer.has_ended(self._seen, at_once=True)
         if not self._acts or self._has_ended:
             self._pass(state)
-            return finish  # only the end is ours to see; the rest is the other's
+            return finish  # only the end concerns this process; the other supervisor acts
         if not self._drained.is_known or not self._writer.is_written(state, self._gatherer):
             self._pass(state)
             return finish
@@ -222,7 +225,7 @@ class Supervisor:
         return finish
 
     def _is_free(self) -> bool:
-        """Acquire the lock if nobody has it; where that cannot be known, it is asked for again a moment later."""
+        """Acquire the lock unless another process holds it; if the lock file cannot be written, retry later."""
         try:
             return self._lock.acquire()
         except NotWritten:
@@ -230,7 +233,7 @@ class Supervisor:
             return False
 
     def _take_over(self) -> None:
-        """Act from now on, from what the one before has decided; where nobody can read that, go on watching."""
+        """Act from now on, from the state that the last supervisor recorded; if it is unreadable, only watch."""
         try:
             self._run.reload()
         except KitError as error:
@@ -249,7 +252,7 @@ class Supervisor:
         self._view.say("supervising now: the one before is gone")
 
     def _pass(self, state: State) -> None:
-        """Let time go by without what was decided."""
+        """Take over only the time from a decision that is not carried out."""
         self._state = dataclasses.replace(
             self._state, clock=state.clock, elapsed_s=state.elapsed_s, ended_since=state.ended_since
         )
@@ -285,7 +288,7 @@ class Supervisor:
         threading.Thread(target=self._attempt, args=(action, state), daemon=True).start()
 
     def _exclude_again(self, name: str) -> None:
-        """Have it decided once more that a node is drained: what was decided could not be done."""
+        """Have the policy decide again to drain a node, since that has failed."""
         known = self._state.known
         again = dataclasses.replace(known[name], excluded=NodeHistory().excluded)
         self._state = dataclasses.replace(self._state, known={**known, name: again})
@@ -322,14 +325,14 @@ class Supervisor:
             self._queue.put((name, "busy", ""))
 
     def _has_stayed(self) -> bool:
-        """Whether some rank goes on in the same process in another attempt than its first one."""
+        """Whether a rank of this run has kept its process from one attempt to the next."""
         return any(status.get("stayed") for status in self._statuses.copy().values())
 
     def _record(self, name: str, node: NodePlan, clock_offset_s: float) -> None:
-        """Have what a node runs, and its clock, written down by the thread that watches, and wait until it is.
+        """Have the watching thread record a node's plan and clock offset, and wait until it has.
 
         Raises:
-            KitError: it cannot be written, or that thread is about to end.
+            KitError: the record cannot be written, or the watching thread is about to end.
         """
         written: Future[None] = Future()
         self._queue.put((name, "plan", (node, clock_offset_s, written)))
@@ -363,12 +366,12 @@ class Supervisor:
         return dataclasses.replace(found, without=(*found.without, *out), may_go_on=finish.may_go_on)
 
     def stop(self, *, force: bool) -> dict[str, Any]:
-        """Stop the run on every node: host → what was found there, or the exception."""
+        """Stop the run on every node; return host → what was found there, or the exception."""
         self._closing.set()
         return self._client.stop_all(force=force)
 
     def close(self) -> None:
-        """Look no more; tell all who asked how it has ended, when that is on record."""
+        """Stop following the nodes, and pass the last events to the observers; call once the end is on record."""
         self._closing.set()
         if self._acts:
             self._client.gather_events(self._gatherer)
@@ -377,7 +380,7 @@ class Supervisor:
             with contextlib.suppress(Exception):
                 each.close()
 
-    # --- what the nodes say ---
+    # --- reports of the nodes ---
 
     def _follow(self, name: str) -> None:
         offsets = dict(self._shown[name]) if name in self._shown else None
@@ -393,8 +396,8 @@ class Supervisor:
             try:
                 if name not in self._channels:
                     self._channels[name] = self._reopen(name)
-                if name not in self._run.nodes:  # as long as none was started: the first start makes its plan
-                    if self._channels[name].is_lost:  # nobody else would hear of that
+                if name not in self._run.nodes:  # it was never started: the first start makes its plan
+                    if self._channels[name].is_lost:  # nothing else would notice that
                         raise ChannelLost(name, "the connection is gone")
                     self._queue.put((name, "unknown", None))
                 else:
@@ -478,19 +481,19 @@ class Supervisor:
         self._lines[name] = self._line(name, status)
 
     def _note(self, kind: EventKind, **fields: Any) -> None:
-        """Add an event to the run's; what one who only watches has seen, the other has seen too."""
+        """Add an event to the run's, if this process acts; else the supervisor that acts records the same."""
         if self._acts and not self._gatherer.add(self._run.event_line(kind, **fields)):
             self._writer.cannot_write(NO_ROOM.format(self._run.folder))
 
     def _note_error(self, kind: EventKind, name: str, error: KitError) -> str:
-        """Add an event about a node's error to the run's; returns the error in a line, without the node's name."""
+        """Add an event about a node's error, and return the error in one line, without the node's name."""
         problems = [each.problem for each in error.errors]
         why = "; ".join(map(str, problems))
         self._note(kind, about=name, why=why, problems=[each._asdict() for each in problems])
         return why
 
     def _gather(self, name: str, found: Sequence[Any]) -> None:
-        """Add a node's events to the run's; who only watches keeps the last ones, should it have to take over."""
+        """Add a node's events to the run's; a process that only watches keeps the last ones, in case it takes over."""
         if self._acts:
             offset = self._run.clock_offsets.get(name, 0.0)
             if not self._gatherer.add_of_node(name, found, clock_offset=offset):
@@ -513,12 +516,12 @@ class Supervisor:
         return status_line(status, now=now)
 
     def _tell(self, name: str, status: NodeStatus) -> None:
-        """Say what failed on a node, and remember it for the verdict."""
+        """Report new failures of a node to the user, and keep them for the verdict."""
         told = self._told[name]
         offset = self._run.clock_offsets.get(name, 0.0)
         failures = tuple(Failure.of(name, each, clock_offset=offset) for each in status.get("failures", ()))
         before = told.failures
-        # Those of its status stand last: of a run of weeks all are compared only when there is another.
+        # The status lists the latest failures. Compare those first: a run of weeks has thousands.
         is_new = before[len(before) - len(failures) :] != failures
         for failure in failures if is_new else ():
             if failure not in before:
@@ -526,7 +529,7 @@ class Supervisor:
                 how = how_it_ended(failure.exitcode)
                 how = f"was {how}" if how.startswith("killed") else f"ended with {how}"
                 if is_secondary(failure.error, failure.exitcode) and not was_told(failure):
-                    last_line = "it has lost another rank"  # its own words are in the log, and long
+                    last_line = "it has lost another rank"  # the error itself is long, and in the log
                 text = f"{name}: rank {failure.rank} {how}: {last_line}"
                 self._view.say(text, is_event=True)
         if (notice := str(status.get("notice") or "")) != told.notice and notice:
@@ -538,7 +541,7 @@ class Supervisor:
             message = str(status.get("agent_log", "")).strip()[-2000:]
         self._told[name] = Told(
             state=state,
-            # A restarted agent begins a new list; what it said before its restart still counts.
+            # A restarted agent begins a new list; failures from before its restart still count.
             failures=(*(each for each in before if each not in failures), *failures) if is_new else before,
             message=message,
             cause=str(status.get("cause") or ""),

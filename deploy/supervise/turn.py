@@ -1,4 +1,4 @@
-"""One decision of the supervisor in the making: what it is made from, and what has come out so far."""
+"""The working state of one decision of the policy: what it is based on, and the actions decided so far."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from nodekit.deploy.supervise.state import Action, Notice, Observation, Rules, State
 
-ASK_AGAIN_S = 5.0
-START_AGAIN_S = 60.0  # a start may take long: connecting, sync, imports
-FORGIVEN_S = 600.0
-SAY_AGAIN_S = 5.0
+ASK_AGAIN_S = 5.0  # an action whose effect has not been seen is repeated after this time
+START_AGAIN_S = 60.0  # the same for a start, which may take long: connecting, sync, imports
+FORGIVEN_S = 600.0  # a node that was not lost for so long starts again with no failures counted
+SAY_AGAIN_S = 5.0  # the least time between two notices on one topic
 
 
 class Turn:
-    """One decision in the making: what it is made from, and what has come out so far."""
+    """One decision of the policy: its inputs, the state that it changes, and the actions decided so far."""
 
     def __init__(self, state: State, seen: Mapping[str, Observation], rules: Rules) -> None:
         self.state = state
@@ -26,17 +26,17 @@ class Turn:
         self.said = dict(state.said)
         self.actions: list[Action] = []
         self.lacks = ""
-        """What the next generation waits for, other than nodes."""
+        """What the next generation waits for, other than nodes, in words for the user."""
         self.in_sight = [name for name in rules.nodes if seen[name].reachable]
         self.own = [n for n in self.in_sight if seen[n].alive and seen[n].generation == state.generation]
-        """Whose agents of this generation can be seen."""
-        # Most nodes name the same round: by identity first, for a thousand tuples of a thousand are long to compare.
+        """Reachable nodes with a live agent of the present generation."""
+        # Most nodes name the same round. Compare by identity first: comparing 1000 tuples of 1000 names takes long.
         rounds = {id(seen[name].members): seen[name].members for name in self.own if seen[name].trains}
         self.rounds = {frozenset(members).intersection(seen) for members in rounds.values()}
-        """The rounds that train, as those in sight say."""
+        """The members of each rendezvous round that trains, as reachable nodes report them."""
         unseen = {member for members in self.rounds for member in members}.difference(self.in_sight)
         self.here = {*self.own, *unseen}
-        """Who is in the job: reachable, or unreachable but training with a node that is reachable."""
+        """Nodes in the job: those of `own`, and unreachable ones that train with a reachable node."""
 
     def change(self, **changes: Any) -> None:
         """Change fields of the state."""
@@ -44,7 +44,7 @@ class Turn:
             self.state = dataclasses.replace(self.state, **changes)
 
     def ask(self, name: str, what: str, again_s: float, action: Action) -> None:
-        """Ask for an action, unless the same was asked for just now."""
+        """Add an action on a node, unless the same one (`what`) was added less than `again_s` seconds ago."""
         known = self.known[name]
         if known.asked == what and self.now - known.asked_at < again_s:
             return
@@ -52,20 +52,20 @@ class Turn:
         self.known[name] = dataclasses.replace(known, asked=what, asked_at=self.now)
 
     def is_coming(self, name: str) -> bool:
-        """Whether it was called into this generation a short while ago."""
+        """Whether a node was started or called into this generation less than `START_AGAIN_S` ago."""
         known = self.known[name]
         return known.asked in ("start", "join") and self.now - known.asked_at < START_AGAIN_S
 
     def is_paused(self, name: str) -> bool:
-        """Whether it is to be left out now: it was lost too often, or the user wants it out."""
+        """Whether a node is left out for now: it was lost too often, or is drained."""
         return name in self.rules.drained or self.known[name].paused_until > self.now
 
     def tell(self, text: str) -> None:
-        """Say what happens this once."""
+        """Tell the user, every time."""
         self.actions.append(Notice(text))
 
     def say(self, topic: str, text: str) -> None:
-        """Say something once; "" takes it back, so that it may be said again."""
+        """Tell the user, unless this was the last text on the topic; "" clears the topic."""
         old, at = self.said.get(topic, ("", -SAY_AGAIN_S))
         if text == old or (text and self.now - at < SAY_AGAIN_S):
             return
@@ -74,10 +74,10 @@ class Turn:
         self.said[topic] = (text, self.now if text else at)
 
     def wiped(self) -> set[str]:
-        """Nodes whose vote counts, but whose run folder is gone, and with it what they promised.
+        """Return voters whose run folder is gone, and with it their fence and the voters that they had written down.
 
-        Started in this generation, such a node would vote as if it had promised nothing. So it comes in as a new node
-        only once it has no vote (the others train, and the voters are reduced to them), or in the next generation.
+        If such a node were started in this generation, it would vote as if it had promised nothing. It may rejoin as
+        a new node once it is no voter (the others train, and the voters are reduced to them) or in the next generation.
         """
         voting = {*self.state.voters.nodes, *self.state.newest.nodes} & self.state.had_folder
         return {
@@ -85,7 +85,7 @@ class Turn:
         }
 
     def count_failure(self, name: str) -> None:
-        """Note that a node was lost, or did not start."""
+        """Count one more loss, or failed start, of a node; a node lost again and again is left out for a while."""
         if name in self.rules.drained:
             return
         old = self.known[name]
