@@ -1,4 +1,4 @@
-"""What is known of a run, on disk: its record on this machine and its events.
+"""The files of a run on this machine: its record, its events and its fetched logs.
 
 It may import `inventory`, `deploy.host`, `deploy.agent` and `deploy.connect`.
 """

@@ -1,4 +1,4 @@
-"""A run's events (docs/events.md): read, followed while they are written, gathered from its nodes."""
+"""A run's events (docs/events.md): reads the file, follows it while it grows, and gathers events from the nodes."""
 
 from __future__ import annotations
 
@@ -22,40 +22,41 @@ from nodekit.deploy.records.record_files import see_to
 from nodekit.inventory.errors import KitError
 
 FILE = "events.jsonl"
-MAX_KEPT = 20_000  # events while there is no room for them on the disk
-# A rank may tell of something a minute after it was. A clock that is set by less than this shows little.
+MAX_KEPT = 20_000  # events held in memory while the disk is full
+# A node's clock counts as set if its events are off by more. A rank may report an event a minute late, and a smaller
+# change of the clock does not matter.
 CLOCK_SET_S = 90.0
 _REWRITTEN = (current_status.KIND, current_status.MOVED)
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event."""
+    """One event of a run."""
 
     time: float
     """Seconds since 1970, by the supervisor's clock."""
     node: str | None
-    """Whose agent wrote it; None for the supervisor."""
+    """The node whose agent wrote it; None for the supervisor."""
     kind: EventKind
     fields: Mapping[str, Any]
-    """All others."""
+    """All other fields."""
     end: int | None = field(default=None, compare=False)
-    """Where its line ends in the run's file, if it was read from there: events are told apart and ordered by that."""
+    """The byte offset where its line ends in the run's file, if read by a `Follower`: identifies and orders events."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """One of the other fields."""
+        """Return one of the other fields."""
         return self.fields.get(name, default)
 
     @property
     def about(self) -> str | None:
-        """The node it is about: the writer's, or the one that the supervisor names."""
+        """The node that the event is about: the one that wrote it, or that the supervisor names in it."""
         return self.node or self.fields.get("about")
 
 
 def of_node(
     channel: HostChannel, node_dir: str, at: Sequence[Any] = ("", 0), *, timeout_s: float
 ) -> Iterator[list[tuple[str, int, str]]]:
-    """Yield a node's events since `at` (its file, and how far that was read), part by part: (file, end, line)."""
+    """Yield a node's events after `at`, a (file, offset), in batches of (file, offset where the line ends, line)."""
     while found := channel.call(
         "hostfollow.events", timeout_s=timeout_s, node_dir=node_dir, file=at[0], offset=at[1]
     ):
@@ -64,7 +65,7 @@ def of_node(
 
 
 def parse(line: str | bytes) -> Event | None:
-    """An event from its line; None for one that is torn, or no event."""
+    """Parse one line; return None if it is torn, or not an event."""
     try:
         fields = json.loads(line)
         when, node, kind, at = (
@@ -82,10 +83,9 @@ def parse(line: str | bytes) -> Event | None:
 
 
 def parse_all(lines: Iterable[str | bytes]) -> list[Event]:
-    """What has happened, by some lines, in the order of time; what two supervisors have gathered is there once.
+    """Parse lines, and return their events in the order of time, without duplicates that two supervisors gathered.
 
-    Between two starts of a run the clock may have been set back: the later start comes after the earlier one all the
-    same.
+    If the clock was set back between two starts of the run, the events of the later start still come after the others.
     """
     found: dict[Any, tuple[int, float, Event]] = {}
     parsed = [event for event in map(parse, lines) if event and event.kind not in _REWRITTEN]
@@ -98,9 +98,10 @@ def parse_all(lines: Iterable[str | bytes]) -> list[Event]:
 
 
 def with_set_back(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Each event, in the order in which they came in, and how far the clock was set back before it; most often 0.
+    """Yield each event with the seconds that the clock was set back before it, which is mostly 0.
 
-    Only a start of the run tells: before it, nothing happens that could have a later time.
+    `events` are in the order in which they were written. Only a start of the run can show that: all events before it
+    happened earlier, whatever their times say.
     """
     latest = -math.inf
     for event in events:
@@ -110,7 +111,7 @@ def with_set_back(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
 
 
 def objects(lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
-    """What has happened, by some lines, as they have it; without those that are torn."""
+    """Parse lines, and return their events as plain dictionaries, without torn lines."""
     found = []
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -121,10 +122,10 @@ def objects(lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
 
 
 def read(folder: Path) -> list[Event]:
-    """What has happened in the run whose record lies in `folder`, in the order of time; nothing without a file.
+    """Return the events of the run whose record is in `folder`, in the order of time; [] if there is no file.
 
     Raises:
-        KitError: the file cannot be read: anything may have happened.
+        KitError: the file exists and cannot be read.
     """
     path = folder / FILE
     try:
@@ -136,7 +137,7 @@ def read(folder: Path) -> list[Event]:
 
 
 def now(folder: Path) -> dict[str, NodeStatus]:
-    """What each node of that run does, as it was last heard of.
+    """Return node → its last known status, for the run whose record is in `folder`.
 
     Raises:
         KitError: the file cannot be read.
@@ -148,7 +149,7 @@ def now(folder: Path) -> dict[str, NodeStatus]:
 
 
 def unreadable(path: Path, error: OSError) -> KitError:
-    """What to say of a run's file of events that cannot be read."""
+    """Return the error for a run's file of events that cannot be read."""
     return KitError(
         f"{path} cannot be read: {error.strerror}, so what has happened in this run is not known",
         cure=see_to(path.parent, error),
@@ -156,16 +157,16 @@ def unreadable(path: Path, error: OSError) -> KitError:
 
 
 class Follower:
-    """Reads a file of events while it grows, in the order in which they came in: no clock that jumps changes that."""
+    """Reads a file of events while it grows, in the order in which they were written, whatever their times."""
 
     def __init__(self, folder: Path, *, offset: int = 0) -> None:
-        """From byte `offset` on."""
+        """Start at byte `offset`."""
         self._path = folder / FILE
         self._offset = offset
         self._read: dict[str, tuple[str, int]] = {}
 
     def more(self) -> list[Event]:
-        """What is new since the last call; what two supervisors have gathered is there once."""
+        """Return the events since the last call, without duplicates that two supervisors gathered."""
         try:
             check_regular(str(self._path))
             if self._path.stat().st_size == self._offset:  # a supervisor asks several times a second
@@ -195,29 +196,28 @@ def _is_read(read: Mapping[str, tuple[str, int]], node: str, file: str, end: int
 
 
 class Gatherer:
-    """Adds events to the run's file, those of nodes each once, whoever did it before; by several threads, if need be.
+    """Adds events to the run's file; each event of a node once, even if another process gathered it before.
 
-    What the disk has no room for is kept until it has, as many as `MAX_KEPT`.
+    Several threads may use it at once. While the disk is full, up to `MAX_KEPT` events are held in memory.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Find out what is there already, and mend a last line that a crash has torn."""
+        """Find out which events are in the file already, and end a last line that a crash has torn."""
         self._path = folder / FILE
         self._status_file = current_status.StatusFile(str(self._path))
         self._statuses: dict[str, NodeStatus] = {}
         self._read: dict[str, tuple[str, int]] = {}
         self._latest: dict[str, float] = {}  # node → the latest time of its events
-        # Node → its clock minus ours: as it was measured, and as it is since it was set.
+        # Node → its clock minus ours in seconds: as measured at its start, and as it is now if it was set since.
         self._clocks: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
         self._kept: list[bytes] = []
         self.num_lost = 0
-        """How many could not even be kept."""
+        """How many events were dropped because more than `MAX_KEPT` were held."""
         with contextlib.suppress(OSError):
             data = read_file(str(self._path))
-            for event in filter(
-                None, map(parse, data.splitlines())
-            ):  # by their order: a node's clock may jump
+            # In the order of the lines: a node's clock may have jumped.
+            for event in filter(None, map(parse, data.splitlines())):
                 if event.node and (at := event.get("at")):
                     self._read[event.node] = (at[0], at[1])
                     self._latest[event.node] = max(event.time, self._latest.get(event.node, event.time))
@@ -225,21 +225,25 @@ class Gatherer:
                 append_private(str(self._path), b"\n")
 
     def at(self, node: str) -> tuple[str, int]:
-        """Which file of a node was read last, and how far."""
+        """Return how far a node's events were read, as (file, offset)."""
         return self._read.get(node, ("", 0))
 
     def clock_offset(self, node: str, measured: float) -> float:
-        """A node's clock minus ours: as it was measured, or as its events tell that it was set since."""
+        """Return a node's clock minus ours in seconds: `measured`, or corrected if its events show that it was set."""
         known = self._clocks.get(node)
         return known[1] if known and known[0] == measured else measured
 
     def _offset_at(self, node: str, when: float, measured: float) -> float:
-        """The same, at an event that was `when` by its clock: none is to come, or was long before those before it."""
+        """Return the offset of a node's clock at an event, whose time by that clock is `when`.
+
+        An event cannot lie in the future, nor long before the earlier ones: if it does, the clock was set.
+        """
         offset = self.clock_offset(node, measured)
         if not math.isfinite(when):
             return offset
         now = time.time()
-        latest = min(self._latest.get(node, -math.inf), now)  # an earlier kit may have gathered some of later
+        # Not in the future: older versions of kit may have recorded such times.
+        latest = min(self._latest.get(node, -math.inf), now)
         if (ahead_s := when - offset - now) > CLOCK_SET_S:
             offset += ahead_s
         elif (behind_s := latest - (when - offset)) > CLOCK_SET_S:
@@ -249,9 +253,9 @@ class Gatherer:
         return offset
 
     def add_of_node(self, node: str, found: Sequence[tuple[str, int, str]], *, clock_offset: float) -> bool:
-        """Add what was found on a node: (file, where its line ends, line); False: there is no room.
+        """Add events found on a node: (file, offset where the line ends, line); False if the disk is full.
 
-        `clock_offset` is its clock minus ours, as it was measured.
+        `clock_offset` is the node's clock minus ours in seconds, as measured at its start.
         """
         lines = []
         for file, end, text in found:
@@ -261,7 +265,7 @@ class Gatherer:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 fields = json.loads(text)
                 if fields["kind"] in _REWRITTEN:
-                    continue  # `heard` is told of these
+                    continue  # a status, which `heard` receives
                 offset = self._offset_at(node, float(fields["time"]), clock_offset)
                 lines.append(
                     json.dumps({**_by_our_clock(fields, offset), "at": [file, end]}).encode() + b"\n"
@@ -269,7 +273,7 @@ class Gatherer:
         return self.add(*lines)
 
     def add(self, *lines: bytes) -> bool:
-        """Add lines to the run's file, with those that were kept; False: there is no room."""
+        """Append lines to the run's file, after those held in memory; False if the disk is full."""
         with self._lock:
             self._kept += lines
             self.num_lost += max(0, len(self._kept) - MAX_KEPT)
@@ -283,7 +287,7 @@ class Gatherer:
             return True
 
     def heard(self, node: str, status: NodeStatus, *, clock_offset: float) -> None:
-        """Have what a node does now, and what its host says of it, stand in place of what was heard before."""
+        """Record a node's present status in place of the last one; `clock_offset` is as in `add_of_node`."""
         if status == self._statuses.get(node) or "time" not in status:
             return
         clock_offset = self.clock_offset(node, clock_offset)
@@ -296,7 +300,7 @@ class Gatherer:
 
 
 def _by_our_clock(fields: Mapping[str, Any], clock_offset: float) -> dict[str, Any]:
-    """What a node has told, with its times by the clock here; `clock_offset` is its clock minus ours."""
+    """Return fields of a node with their times by our clock; `clock_offset` is the node's clock minus ours."""
     times = {
         name: fields[name] - clock_offset
         for name in ("time", "when", "progress_time", "done_at")

@@ -1,4 +1,4 @@
-"""Copies the nodes' logs into the run's record on this machine, each time only what is new."""
+"""Copies the nodes' logs into the run's folder on this machine; each time only what is new."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ FILE = "fetched.json"
 
 @dataclass
 class Fetched:
-    """What a fetch has brought."""
+    """The result of a fetch."""
 
     folder: Path
     num_nodes: int = 0
     num_bytes: int = 0
-    """That were new."""
+    """The number of new bytes."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Node → why its logs are not here."""
+    """Node → why its logs were not fetched."""
 
     def text(self) -> str:
-        """For people."""
+        """Return the result as text for the user."""
         nodes = f"{self.num_nodes} node" + ("" if self.num_nodes == 1 else "s")
         lines = [f"logs of {nodes} are in {_shown(self.folder)} ({self.num_bytes / 1e6:.1f} MB new)"]
         return "\n".join([*lines, *(f"not fetched: {why}" for why in self.failed.values())])
@@ -45,40 +45,41 @@ class Fetched:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """The logs of one node, as they were fetched."""
+    """The fetched logs of one node."""
 
     source: Source
     time: float
+    """When they were fetched, in seconds since 1970."""
     is_whole: bool
-    """Whether nothing can have been written since."""
+    """Whether the run had ended, and was not resumed since, so that they are complete."""
 
     def line(self) -> str:
-        """What to say of it where it is shown in place of the node's own."""
+        """Return the notice to print when the copy is shown in place of the node's own logs."""
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.time))
         return f"{self.source.node}: this is the copy that was fetched {when}"
 
 
 def folder_of(run: Run) -> Path:
-    """Where the logs of a run are fetched to."""
+    """Return the folder for the fetched logs of a run."""
     return run.folder / "logs"
 
 
 def copies(run: Run) -> dict[str, Copy]:
-    """The logs of each node that were fetched."""
+    """Return node → its fetched logs."""
     folder = folder_of(run)
     found = {}
     for node, each in _read(folder).items():
         found[node] = Copy(
             source=Source(node=node, folder=str(folder / node), clock_offset=each["clock_offset"]),
             time=each["time"],
-            # A run that goes on after it was stopped is another generation.
+            # A run that was resumed after it was stopped has another generation.
             is_whole=each["is_over"] and each["generation"] == run.generation,
         )
     return found
 
 
 def sources_of(record: Run, channels: Mapping[str, HostChannel]) -> list[Source]:
-    """The logs of those nodes of a run that there is a channel for."""
+    """Return the logs of those nodes of a run that have a channel."""
     return [
         Source(
             node=name,
@@ -99,9 +100,14 @@ def fetch_run(
     nodes: Sequence[str] = (),
     record: Run | None = None,
 ) -> Fetched:
-    """Copy the logs of `nodes`, by default all, as far as they have a channel; other copies stay as they are.
+    """Copy the logs of `nodes`, by default of all, if they have a channel; other nodes' copies stay as they are.
 
-    `record` is its supervisor's, where that is another one.
+    Args:
+        run: the run, as recorded on this machine.
+        channels: node → channel.
+        output: the folder to copy to; None for the run's own.
+        nodes: the nodes to copy from; empty for all.
+        record: the run as its supervisor has it, if that is on another machine.
     """
     record = record or run
     wanted = {name: channel for name, channel in channels.items() if name in (nodes or record.nodes)}
@@ -135,7 +141,7 @@ def _take_down(
     *,
     is_over: bool,
 ) -> None:
-    """Write down what is here now, and since when."""
+    """Record which logs were fetched and when, and add the outcome to `fetched`."""
     told = _read(fetched.folder)
     for source in sources:
         result = results[source.node]
@@ -169,13 +175,13 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def at_the_end(run: Run, channels: Mapping[str, HostChannel], say: Callable[[str], None]) -> None:
-    """What `logs: {fetch: true}` asks for when a run is over; it changes nothing of how that ended."""
+    """Fetch the logs of a run that has ended, for `logs: {fetch: true}`; failures do not change its outcome."""
     say("fetching the logs")
     quietly(lambda: fetch_run(run, dict(channels)), run, say)
 
 
 def quietly(fetch: Callable[[], Fetched], run: Run, say: Callable[[str], None]) -> None:
-    """Fetch, and say what came of it; Ctrl-C ends only this."""
+    """Call `fetch` and report its result or failure to the user; Ctrl-C ends only the fetch."""
     try:
         say(fetch().text())
     except (KitError, OSError) as error:
@@ -185,12 +191,12 @@ def quietly(fetch: Callable[[], Fetched], run: Run, say: Callable[[str], None]) 
 
 
 def _fetch(source: Source, folder: Path) -> int:
-    """Bring a node's copies up to date; how many bytes that took."""
+    """Bring a node's copies up to date; return the number of bytes that were transferred."""
     folder.mkdir(mode=0o700, exist_ok=True)
     num_bytes = 0
     for name, (size, changed) in source.call("files").items():
-        path = folder / os.path.basename(name)  # noqa: PTH119  # whatever a host says, it is written nowhere else
-        is_marks = name.endswith(".times")  # they are small, and may have been written anew
+        path = folder / os.path.basename(name)  # noqa: PTH119  # never outside of `folder`, whatever a host sends
+        is_marks = name.endswith(".times")  # small files that the host may have rewritten: copy them whole
         if path.exists():
             there = path.stat()
             if is_marks and there.st_size == size and abs(there.st_mtime - changed) < 1e-3:
@@ -206,8 +212,8 @@ def _fetch(source: Source, folder: Path) -> int:
                 piece = source.call("piece", file=name, start=at)
                 data = zlib.decompress(base64.b64decode(piece["data"])) if piece["data"] else b""
                 if not data and piece["begin"] <= at:
-                    break  # it is there no more
-                file.seek(piece["begin"])  # a hole there is one here
+                    break  # the file is gone on the host
+                file.seek(piece["begin"])  # keep holes as holes
                 file.write(data)
                 at = piece["begin"] + len(data)
                 num_bytes += len(data)

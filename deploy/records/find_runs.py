@@ -1,4 +1,4 @@
-"""Which run is meant: by its id or the beginning of one, by its inventory, by its sweep; else the latest."""
+"""Finds the run that the user means: by its id or a prefix of it, its inventory or its sweep; else the latest."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from nodekit.deploy.records.runs import LIVE, Run, on_record
 from nodekit.inventory.errors import KitError
 
 MOST_NAMED = 8
-"""Runs, in an error."""
+"""The most runs that an error lists."""
 
 
 def check_id(run_id: str | None) -> None:
-    """Refuse an empty id, with which every id begins.
+    """Refuse an empty id, which is a prefix of every id.
 
     Raises:
-        KitError: it is empty.
+        KitError: the id is empty.
     """
     if run_id is not None and not run_id.strip():
         raise KitError("RUN: found an empty id, wanted that of a run", cure="kit runs lists them")
 
 
 def find(run_id: str | None) -> Run:
-    """The run with this id, or an unambiguous beginning of it; without an id the latest, as of `latest_of`.
+    """Return the run with this id or unambiguous prefix of one; for None the latest, as `latest_of` has it.
 
-    Those of a drill or a selftest are the latest only where there are no others.
+    A run of a drill or a selftest is the latest only if there are no others.
 
     Raises:
-        KitError: there is none, or more than one; or its record cannot be read.
+        KitError: no run matches, several do, or the run's record cannot be read.
     """
     check_id(run_id)
     runs, unreadable = on_record()
@@ -61,24 +61,24 @@ def find(run_id: str | None) -> Run:
 
 
 def _last(runs: Sequence[Run]) -> Run:
-    """The one begun last; of those that kit has started to try something only where there are no others."""
+    """Return the last run; one of a drill or a selftest only if there are no others."""
     return ([run for run in runs if not run.is_tried] or runs)[-1]
 
 
 def latest_of(inventory_path: Path) -> Run | None:
-    """The latest run of an inventory file, the one that is not over before all others; without those of a sweep.
+    """Return the latest run of an inventory file, preferably one that has not ended; runs of a sweep do not count.
 
     Raises:
-        KitError: as of `all_of`.
+        KitError: as `all_of` does.
     """
     return _latest(all_of(inventory_path), inventory_path)
 
 
 def all_of(inventory_path: Path) -> list[Run]:
-    """The runs of an inventory file.
+    """Return the runs of an inventory file, oldest first.
 
     Raises:
-        KitError: a record cannot be read that may be of one of them, which may be going on.
+        KitError: an unreadable record may be that of another run of the inventory, which may be running.
     """
     runs, unreadable = on_record()
     for each in unreadable:
@@ -93,17 +93,17 @@ def _latest(runs: Sequence[Run], inventory_path: Path) -> Run | None:
 
 
 def is_same(recorded: str, inventory_path: Path) -> bool:
-    """Whether a path on record is that of this file: it is as the user wrote it, maybe through ``..`` or a symlink."""
+    """Whether a recorded path is that of this file; both are as the user wrote them, maybe with ``..`` or a symlink."""
     return os.path.realpath(recorded) == os.path.realpath(inventory_path)
 
 
 def sweep(run_id: str | None) -> list[Run]:
-    """The runs of the sweep with this id, or an unambiguous beginning of it; without an id of the latest run's.
+    """Return the runs of the sweep with this id or unambiguous prefix of one; for None those of the latest run's sweep.
 
-    Empty where that is not a sweep.
+    Return [] if that is not a sweep.
 
     Raises:
-        KitError: the record of one of them cannot be read.
+        KitError: the record of a run of the sweep cannot be read.
     """
     check_id(run_id)
     runs, unreadable = on_record()
@@ -122,10 +122,15 @@ def sweep(run_id: str | None) -> list[Run]:
 
 
 def current(inventory_path: Path, command: Sequence[str] | None, *, is_new: bool) -> Run | None:
-    """The run that a `kit up` is about: the inventory's latest, when it runs the same command.
+    """Return the run that a `kit up` attaches to or resumes: the inventory's latest, if it has the same command.
+
+    Args:
+        inventory_path: of the inventory.
+        command: the command to run, the inventory's or the command line's.
+        is_new: whether to start a new run in any case.
 
     Raises:
-        KitError: it is not over, and `is_new`, or runs another command.
+        KitError: the latest run has not ended, and `is_new` is set or it runs another command.
     """
     run = latest_of(inventory_path)
     if run is None:

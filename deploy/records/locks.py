@@ -1,4 +1,4 @@
-"""Who holds a run: its supervisor, or the `kit up` that is just starting it; and locks on files in general."""
+"""File locks: of a run's supervisor, and of a `kit up` that is starting a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from nodekit.inventory.errors import KitError
 
 
 def locked(path: Path) -> IO[str] | None:
-    """A file of ours (0600, made if it is not there), locked until it is closed; None while another has it."""
+    """Open a file (created with mode 0600 if missing), locked until it is closed; None if another process holds it."""
     try:
         path.touch(mode=0o600)
         file = path.open("r+", encoding="utf-8")
     except OSError as error:
         if error.errno != errno.EROFS:
             raise
-        # Who only looks, or stops a run, needs it on a read-only disk, too.
+        # On a read-only disk kit can still show or stop a run.
         file = path.open(encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,33 +36,33 @@ def locked(path: Path) -> IO[str] | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process has this file locked."""
+    """Whether a process holds the lock on this file; True if that cannot be found out."""
     try:
         with path.open() as file:
-            # Shared, and let go at once: it must not keep a supervisor from taking over.
+            # Take a shared lock, and release it at once: it must not keep a supervisor from taking over.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except NOT_FOUND:
         return False
-    except OSError:  # another has it, or nobody can know
+    except OSError:  # another process holds it, or the file cannot be read
         return True
     return False
 
 
 def _sign(file: IO[str]) -> None:
-    with contextlib.suppress(OSError):  # a full disk: it is locked all the same
+    with contextlib.suppress(OSError):  # the disk may be full; the file is locked anyway
         os.ftruncate(file.fileno(), 0)
         os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
 
 
 def _signature(path: Path) -> str:
-    """The pid of the process that has a file locked, or had it last; "?" where nobody knows."""
+    """Return the pid of the process that holds a lock, or held it last, as text; "?" if unknown."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").strip() or "?"
     return "?"
 
 
 class SupervisorLock:
-    """Only one supervisor acts for a run; others watch, and one of them takes over when it ends."""
+    """The lock that lets only one supervisor act for a run; others watch, and one takes over when it is released."""
 
     def __init__(self, run: Run) -> None:
         self._path = supervisor_lock(run)
@@ -81,27 +81,27 @@ class SupervisorLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process holds it."""
+        """Whether this process holds the lock."""
         return self._file is not None
 
     def owner(self) -> str:
-        """The pid of the process that holds it, or held it last."""
+        """Return the pid of the process that holds the lock, or held it last; "?" if unknown."""
         return _signature(self._path)
 
     def release(self) -> None:
-        """Let another supervisor act."""
+        """Release the lock, so that another supervisor can act."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def supervisor_lock(run: Run) -> Path:
-    """What whoever supervises a run holds."""
+    """Return the path of the lock file of a run's supervisor."""
     return run.folder / "supervisor.lock"
 
 
 def is_supervised(run: Run) -> bool:
-    """Whether somebody acts for a run."""
+    """Whether a supervisor acts for a run."""
     lock = SupervisorLock(run)
     taken = lock.acquire()
     lock.release()
@@ -110,10 +110,10 @@ def is_supervised(run: Run) -> bool:
 
 @contextlib.contextmanager
 def starting(inventory_path: Path) -> Iterator[None]:
-    """Held while a run of this inventory is being started: two `kit up` at once must not start two.
+    """Hold the lock on starting a run of this inventory, so that two `kit up` at once do not start two runs.
 
     Raises:
-        KitError: another `kit up` holds it.
+        KitError: another `kit up` holds the lock.
     """
     path = _starting_path(str(inventory_path.resolve()))
     with told(path):
@@ -130,12 +130,12 @@ def starting(inventory_path: Path) -> Iterator[None]:
 
 
 def starting_lock(run: Run) -> Path:
-    """What a `kit up` holds that is just starting a run of the same inventory."""
+    """Return the path of the lock file that a `kit up` holds while it starts a run of the same inventory."""
     return _starting_path(str(Path(run.inventory_path).resolve()))
 
 
 def is_starting(run: Run) -> bool:
-    """Whether a `kit up` is just starting a run."""
+    """Whether a `kit up` is starting a run right now."""
     return run.state == "starting" and is_held(starting_lock(run))
 
 

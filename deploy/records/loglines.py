@@ -1,4 +1,4 @@
-"""Lines of the ranks' output: which are wanted, in what order, and how they look. Pure, but for `Source`."""
+"""Lines of the ranks' output: selects, orders and formats them. Pure, except for `Source`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from nodekit.inventory.errors import KitError
 if TYPE_CHECKING:
     from nodekit.deploy.connect.channel import HostChannel
 
-WINDOW_S = 0.4  # so long a line that has just come waits for older ones of other nodes
-_COLOURS = (36, 35, 32, 33, 34, 91, 96, 95)  # those of deploy/screen/view.py
-# In what faulthandler writes: the frames below the user's script, and the list of all C extensions. In what torch's
-# NCCL watchdog writes on each rank that loses another: the stack of its own C++, and of where the collective began.
+WINDOW_S = 0.4  # how long a new line is held back for older lines of other nodes
+_COLOURS = (36, 35, 32, 33, 34, 91, 96, 95)  # the same as in deploy/screen/view.py
+# From faulthandler: the frames below the user's script, and the list of all C extensions. From torch's NCCL watchdog on
+# each rank that loses another: its own C++ stack, and that of where the collective began.
 _NO_USE = re.compile(
     r'  File "(?:[^"]*/deploy/agent/ranks/(?:forkserver|worker)\.py|<frozen runpy>)", line \d+ in |Extension modules: '
     r"|frame #\d+: |#\d+ \S+ from \S+:\d+$"
@@ -42,10 +42,9 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which lines."""
+    """The selection of lines to show; an empty or None field selects all."""
 
     nodes: tuple[str, ...] = ()
-    """None: of all."""
     ranks: tuple[int, ...] = ()
     attempt: str = ""
     """``0.1``, a generation as ``1``, or ``last``."""
@@ -54,7 +53,7 @@ class Wanted:
     grep: str | None = None
 
     def on_host(self, attempts: Sequence[str] | None, clock_offset: float) -> dict[str, Any]:
-        """What deploy/host/logs/logread.py is told; a host goes by its own clock, so much ahead of ours."""
+        """Return the arguments for deploy/host/logs/logread.py, with times by the host's clock."""
         return {
             "ranks": list(self.ranks) or None,
             "attempts": None if attempts is None else list(attempts),
@@ -66,17 +65,17 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The logs of one node, on it or as they were fetched."""
+    """The logs of one node: those on the node, or a fetched copy."""
 
     node: str
     folder: str
     clock_offset: float
-    """The clock of who wrote them minus ours."""
+    """The clock of the node that wrote them minus ours, in seconds."""
     channel: HostChannel | None = None
-    """To where they lie; None: here."""
+    """The channel to the host with the files; None if they are on this machine."""
 
     def call(self, function: str, **args: Any) -> Any:
-        """Call a function of deploy/host/logs/logread.py on them."""
+        """Call a function of deploy/host/logs/logread.py on the logs."""
         if self.channel is not None:
             return self.channel.call(
                 f"logread.{function}", timeout_s=CALL_TIMEOUT_S, folder=self.folder, **args
@@ -87,10 +86,10 @@ class Source:
 
 
 def parse_when(text: str, *, now: float, option: str = "--since") -> float:
-    """Seconds since 1970 of ``10m`` (ago), ``12:03``, ``2026-11-22T12:03``: local time.
+    """Parse a time, ``10m`` (ago), ``12:03`` or ``2026-11-22T12:03`` (local time), into seconds since 1970.
 
     Raises:
-        KitError: it is none of these.
+        KitError: the text has none of these forms.
     """
     text = text.strip()
     if span := _SPAN.fullmatch(text):
@@ -101,9 +100,10 @@ def parse_when(text: str, *, now: float, option: str = "--since") -> float:
         except ValueError:
             continue
         today = time.localtime(now)
+        # A time of day that is later than now is yesterday's.
         day = today.tm_mday - (
             (clock.tm_hour, clock.tm_min, clock.tm_sec) > (today.tm_hour, today.tm_min, today.tm_sec)
-        )  # the last time that it was so late
+        )
         return time.mktime(
             (today.tm_year, today.tm_mon, day, clock.tm_hour, clock.tm_min, clock.tm_sec, 0, 0, -1)
         )
@@ -116,10 +116,10 @@ def parse_when(text: str, *, now: float, option: str = "--since") -> float:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Of ``3``, ``0-3`` or ``0,2``.
+    """Parse a list of ranks: ``3``, ``0-3`` or ``0,2``.
 
     Raises:
-        KitError: it is none of these.
+        KitError: the text has none of these forms.
     """
     found: list[int] = []
     for part in text.split(","):
@@ -131,7 +131,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def pick_attempts(wanted: str, there: Iterable[str]) -> list[str]:
-    """The attempts that are meant by ``0.1``, ``1`` (a generation) or ``last``.
+    """Return the attempts that ``0.1``, ``1`` (all of a generation) or ``last`` selects from those that exist.
 
     Raises:
         KitError: there is no such attempt.
@@ -147,12 +147,12 @@ def pick_attempts(wanted: str, there: Iterable[str]) -> list[str]:
 
 
 def is_shown(line: str) -> bool:
-    """Whether a line is of use to who reads a rank's output in a terminal; the log has all of them."""
+    """Whether to show a line in a terminal: some lines of tracebacks help no reader. The log has all lines."""
     return not _NO_USE.match(line)
 
 
 class Window:
-    """Lines that come from several nodes, held back for a moment so that they can be put in order."""
+    """A buffer that holds lines from several nodes back for `WINDOW_S`, to put them in the order of time."""
 
     def __init__(self, order: Sequence[str]) -> None:
         self._order = {node: place for place, node in enumerate(order)}
@@ -161,7 +161,7 @@ class Window:
         self._count = 0
 
     def add(self, lines: Iterable[Line], now: float) -> None:
-        """Take lines that have come at `now`."""
+        """Add lines that arrived at `now` (time.monotonic())."""
         for line in lines:
             self._count += 1
             place = self._order.get(line.node, len(self._order))
@@ -169,7 +169,7 @@ class Window:
             self._come.append((now, line.time))
 
     def ready(self, now: float) -> list[Line]:
-        """Those that need wait no longer: each that came `WINDOW_S` ago, and all before it."""
+        """Remove and return, in order, all lines up to the latest that arrived at least `WINDOW_S` ago."""
         late = 0
         while late < len(self._come) and self._come[late][0] <= now - WINDOW_S:
             late += 1
@@ -193,14 +193,14 @@ class Style:
         times: bool = False,
         as_json: bool = False,
     ) -> None:
-        """As the output wants it.
+        """Set how lines are formatted.
 
         Args:
-            nodes: all that may come, in their order.
-            terminal: whether a person reads it: times, columns, and a word where an attempt or a day begins.
-            colour: a colour for each node.
-            times: date and time to the millisecond before each line.
-            as_json: an object for each line.
+            nodes: all nodes that may have lines, in their order.
+            terminal: whether to format for people: times, columns, and a line where an attempt or a day begins.
+            colour: whether to colour each node's lines.
+            times: whether to put date and time, to the millisecond, before each line.
+            as_json: whether to format each line as a JSON object.
         """
         self._places = {node: place for place, node in enumerate(nodes)}
         self._width = max(map(len, nodes), default=0) + 2
@@ -209,7 +209,7 @@ class Style:
         self._day = time.strftime("%Y-%m-%d")
 
     def shown(self, line: Line) -> list[str]:
-        """A line as it is printed, perhaps after one that parts it from those before."""
+        """Return the text lines to print for a line, with a separator before it if an attempt or a day begins."""
         if self._json:
             return [json.dumps(line._asdict(), ensure_ascii=False)]
         local = time.localtime(line.time)
@@ -224,13 +224,13 @@ class Style:
             found.append(self._paint(f"── {day} ──", 2))
         generation, _, number = line.attempt.partition(".")
         if (attempt := (int(generation), int(number))) > self._attempt:
-            # A node may be a little behind: its last lines of the attempt before begin nothing.
+            # A node may be a little late: no separator for its last lines of the previous attempt.
             self._attempt = attempt
             found.append(self._paint(f"── attempt {line.attempt} ──", 2))
         when = _exact(line.time) if self._times else time.strftime("%H:%M:%S", local)
         prefix = f"{line.node}:{line.rank}".ljust(self._width)
         place = self._places.setdefault(line.node, len(self._places))
-        # A colour that the rank left on must not run into the next line.
+        # Reset a colour that the rank left on.
         end = "\x1b[0m" if "\x1b" in line.text else ""
         found.append(
             f"{self._paint(when, 2)} {self._paint(f'{prefix} │', _COLOURS[place % len(_COLOURS)])} {line.text}{end}"
@@ -246,14 +246,14 @@ def _exact(when: float) -> str:
 
 
 def style_of(nodes: Sequence[str], out: TextIO, *, times: bool, as_json: bool) -> Style:
-    """The style for an output."""
+    """Return the style for an output stream: for people if it is a terminal."""
     terminal = out.isatty()
     colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return Style(nodes, terminal=terminal, colour=colour, times=times, as_json=as_json)
 
 
 def lines_of(source: Source, found: Iterable[Sequence[Any]]) -> list[Line]:
-    """What a node told, by our clock."""
+    """Convert a node's answer, tuples of (time, rank, attempt, text), to lines with times by our clock."""
     return [
         Line(when - source.clock_offset, source.node, rank, attempt, text)
         for when, rank, attempt, text in found

@@ -1,4 +1,4 @@
-"""The files of the runs' records: where they lie, what is in one, and what is wrong with one that cannot be read."""
+"""The files of the runs' records: their folder, how to parse one, and the error for one that cannot be read."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 FILE = "run.json"
-MAX_NUMBER = 1e11  # a time further off, in the year 5138, is none
+MAX_NUMBER = 1e11  # the largest plausible number in a record; as a time it is in the year 5138
 OF_A_SWEEP = re.compile(r"(.+)\.(\d+)")
-"""The id of a run of it: the sweep's id, and its place there."""
+"""Matches the id of a run in a sweep: the sweep's id, and the run's number there."""
 
 
 def folder() -> Path:
-    """``$XDG_STATE_HOME/nodekit/runs``."""
+    """Return the folder of all runs' records, ``$XDG_STATE_HOME/nodekit/runs``."""
     return runs_folder()
 
 
 def see_to(folder: Path, error: OSError) -> str:
-    """What to do where a file in a folder cannot be read or written."""
+    """Return what the user can do about a file in a folder that cannot be read or written."""
     if isinstance(error, PermissionError):
         return f"see whose it is (ls -ld {folder}), or set XDG_STATE_HOME to a folder of yours"
     return f"see to the disk (df {folder})"
@@ -40,7 +40,7 @@ def see_to(folder: Path, error: OSError) -> str:
 
 @contextlib.contextmanager
 def told(path: Path) -> Iterator[None]:
-    """Raise NotWritten where a file cannot be written."""
+    """Turn an OSError in the body, which writes `path`, into NotWritten."""
     try:
         yield
     except OSError as error:
@@ -51,7 +51,7 @@ def told(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waited_for(path: Path) -> Iterator[IO[str]]:
-    """A file of ours (0600, made if it is not there), locked while in use; whoever else wants it waits."""
+    """Open a file (created with mode 0600 if missing) and hold a lock on it; wait while another process does."""
     path.touch(mode=0o600)
     with path.open("r+", encoding="utf-8", errors="replace") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -59,10 +59,10 @@ def waited_for(path: Path) -> Iterator[IO[str]]:
 
 
 def fields_of(data: bytes | str, record: type[DataclassInstance]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of a record, from what its file holds; and those beside them, that only another version knows.
+    """Parse a record's file; return its known fields, and the others, which only another version of kit knows.
 
     Raises:
-        ValueError: that is no such record, and why.
+        ValueError: the data is not such a record; the message says why.
     """
     try:
         fields = json.loads(data)
@@ -84,18 +84,18 @@ def fields_of(data: bytes | str, record: type[DataclassInstance]) -> tuple[dict[
 
 @functools.cache
 def _kinds(record: type) -> dict[str, Any]:
-    """Field → its type."""
+    """Return field → type of a record's class."""
     return typing.get_type_hints(record)
 
 
 def _needed(record: type[DataclassInstance]) -> set[str]:
-    """The fields that no such record is without."""
+    """Return the fields that have no default."""
     none = dataclasses.MISSING
     return {each.name for each in dataclasses.fields(record) if each.default is each.default_factory is none}
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value that JSON has is of a field's type."""
+    """Whether a value from JSON is of a field's type."""
     if kind is Any:
         return True
     parts = typing.get_args(kind)
@@ -106,38 +106,38 @@ def _is_of(value: Any, kind: Any) -> bool:
     if isinstance(value, list):
         return typing.get_origin(kind) is list and all(_is_of(each, parts[0]) for each in value)
     if kind is float:
-        return type(value) in (int, float) and abs(value) < MAX_NUMBER  # not so for nan, either
+        return type(value) in (int, float) and abs(value) < MAX_NUMBER  # refuses nan, too
     return type(value) is kind
 
 
 class Unreadable(NamedTuple):
-    """A record that is there, and that nobody can read: its run may be going on, and may have snapshots."""
+    """A record that exists and cannot be read; its run may still be running, and may have snapshots."""
 
     run_id: str
     """The name of its folder."""
     why: str
     inventory_path: str | None = None
-    """None: not known."""
+    """None if unknown."""
 
     @property
     def problem(self) -> tuple[str, str, str]:
-        """What was found, what was wanted and what to do."""
+        """The arguments of a `KitError`: what was found, what was wanted, what to do."""
         place = folder() / self.run_id
         cure = f"mend it; or, where you know that {self.run_id} is over and its snapshots are not wanted, move {place} "
         return f"{place / FILE} cannot be read: {self.why}", "", f"{cure}to another place"
 
     def error(self) -> KitError:
-        """The same, to be raised by what needs to know this run."""
+        """Return `problem` as an error, to be raised where this run matters."""
         return KitError(*self.problem)
 
     def is_of(self, sweep_id: str) -> bool:
-        """Whether it is a run of a sweep."""
+        """Whether the run belongs to the sweep with this id."""
         found = OF_A_SWEEP.fullmatch(self.run_id)
         return found is not None and found[1] == sweep_id
 
 
 def unreadable_record(run_id: str, error: OSError | ValueError, data: bytes = b"") -> Unreadable:
-    """What is known of one; `data`: what its file holds, if that much could be read."""
+    """Describe a record that failed with `error`; `data` is the content of its file, if it could be read."""
     why = str(error.strerror) if isinstance(error, OSError) else str(error)
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         fields = json.loads(data)

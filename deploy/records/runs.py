@@ -1,4 +1,4 @@
-"""The record of each run on the control machine, so that status, logs, down and up work from any terminal."""
+"""The record of each run on the control machine, so that every kit command works from any terminal."""
 
 from __future__ import annotations
 
@@ -33,104 +33,105 @@ if TYPE_CHECKING:
 
 Outcome = Finished
 ENDED = FINISHED
-"""The states of a run, or of a node, that has come to its end."""
+"""The final states of a run or a node."""
 STOPPED_EXIT = 130
-"""Kit's exit status for a run that was stopped, as a shell has it for Ctrl-C."""
+"""Kit's exit status for a run that was stopped, the same as a shell's for Ctrl-C."""
 TRIED = ("drills", "selftests")
-"""Where `kit drill` and `kit selftest` have the inventories of their runs, beside the folder of all runs."""
-LIVE = ("starting", "running")  # on record; a `kit up` that was killed cannot write down the rest
+"""The folders, beside that of all runs, with the inventories of `kit drill` and `kit selftest`."""
+LIVE = ("starting", "running")  # as recorded; a `kit up` that was killed could not record the end
 
 
 @dataclass(kw_only=True)
 class Run:
-    """One run, as ``run.json`` (0600) has it."""
+    """One run: the contents of its ``run.json`` (mode 0600)."""
 
     run_id: str
     name: str
     inventory_path: str
     inventory: dict[str, Any]
-    """The inventory as it was, defaults filled in; no secret is in an inventory."""
+    """The inventory at the start, with its defaults filled in; an inventory holds no secrets."""
     command: list[str] | None
-    """The command line's command, in place of the inventory's."""
+    """The command given on the command line in place of the inventory's; None if there was none."""
     skip_check: bool = False
-    """Whether it was started with --skip-check: to go on without that may be refused."""
+    """Whether it was started with --skip-check; resuming it without that option may fail the checks."""
     created: float
     started: float = 0.0
-    """When this generation was started."""
+    """When the run was started or resumed last."""
     generation: int = 0
     state: str = "starting"
     """starting, running, succeeded, failed, stopped."""
     ended: float | None = None
     verdict: str = ""
     cause: dict[str, str] = field(default_factory=dict)
-    """The known cause of its end: name, what, cure; {} where there is none (and in old records)."""
+    """The known cause of its end, a `Cause`'s fields: name, what, cure; {} if none is known, and in old records."""
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """node → its plan (deploy/plan/plan.py): where to find it again, and how to start it again."""
+    """node → its plan (deploy/plan/plan.py), from which it can be found and started again."""
     earlier: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """node that an earlier start had and this one has not → its plan, and, as `host`, how it was reached: a part of the
-    run may lie there."""
+    """node of an earlier start that is not in `nodes` → its plan, and, as `host`, how to reach it: files of the run may
+    be there."""
     argv: list[str] = field(default_factory=list)
-    """What its ranks run, with {node} and the like as they were written; [] in old records."""
+    """The command of its ranks, with placeholders like {node} not yet replaced; [] in old records."""
     token: str = field(default="", repr=False)
-    """What the agents of this run know each other by."""
+    """The secret by which the agents of this run recognise each other."""
     code_digest: str = ""
-    """Of the code that was synced."""
+    """The digest of the code that was sent."""
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    """What of the code's folder .gitignore left out (`LeftOut.to_dict`)."""
+    """What was not sent because .gitignore names it (`LeftOut.to_dict`)."""
     is_placed: bool = False
-    """Whether the code lies in a folder that all nodes share: a new node finds it there."""
+    """Whether the code is in a folder that all nodes share, so that a new node finds it there."""
     slurm: dict[str, str] = field(default_factory=dict)
-    """Of a run that was submitted: its job_id, and its run_dir in the shared folder; in a sweep also that, and its
-    values there."""
+    """For a run submitted to Slurm: its job_id, and its run_dir in the shared folder; in a sweep also the sweep's id,
+    and the run's values there."""
     clock_offsets: dict[str, float] = field(default_factory=dict)
     """node → its clock minus ours, in seconds."""
     judgement: dict[str, Any] = field(default_factory=dict)
-    """What the supervisor has decided so far (deploy/supervise/policy.py): who takes over goes on from it."""
+    """The policy's `State.to_dict`: a supervisor that takes over continues from it."""
     number: int = 0
-    """Which run of this user it is, counted from 1; 0: it was begun before they were counted."""
+    """Which run of this user it is, counted from 1; 0 for runs from before they were counted."""
 
     def __post_init__(self) -> None:
-        """Nothing is known of it that this kit does not know."""
-        self._unknown: dict[str, Any] = {}  # fields of another version's: they are written again as they are
+        """Begin without unknown fields; `parse` sets them."""
+        # Fields that only another version of kit knows; they are written back unchanged.
+        self._unknown: dict[str, Any] = {}
 
     @property
     def folder(self) -> Path:
-        """Where the record lies."""
+        """The folder of the record."""
         return folder() / self.run_id
 
     @property
     def sweep(self) -> str:
-        """The id of the sweep that it is one run of; "" where it is not."""
+        """The id of the sweep that this run belongs to; "" if it belongs to none."""
         return self.slurm.get("sweep", "")
 
     @property
     def sweep_values(self) -> str:
-        """What it has for itself in its sweep, as ``lr=1e-3``."""
+        """The run's own values in its sweep, like ``lr=1e-3``."""
         return self.slurm.get("values", "")
 
     @property
     def was_resumed(self) -> bool:
-        """Whether it has been started again: its first start is when it was created."""
+        """Whether the run was started more than once."""
         return self.started != self.created
 
     def end_or_now(self) -> float:
-        """Until when its history goes: its end on record, since its last event may be lost, or now."""
+        """Return until when its history goes: the recorded end, since the last event may be lost, or now."""
         return self.ended if self.state in ENDED and self.ended else time.time()
 
     @property
     def is_led_here(self) -> bool:
-        """Whether a process on this machine supervises it while it goes on; else one of its nodes does."""
+        """Whether it is supervised from this machine; else, under Slurm, from one of its nodes."""
         return not self.slurm
 
     @property
     def is_tried(self) -> bool:
-        """Whether `kit drill` or `kit selftest` has started it, with an inventory of their own."""
+        """Whether `kit drill` or `kit selftest` started it, with an inventory of their own."""
         path, state = Path(self.inventory_path), folder().parent
         return any(path.is_relative_to(place / each) for place in (state, state.resolve()) for each in TRIED)
 
     @property
     def num_nodes(self) -> str:
-        """How many nodes it has, or has asked for."""
+        """The number of nodes that it has, or has requested from Slurm, as text; "?" if unknown."""
         if self.is_led_here:
             return str(len(self.nodes))
         asked = self.inventory.get("slurm")
@@ -138,12 +139,12 @@ class Run:
 
     @property
     def order(self) -> tuple[int, float]:
-        """What runs are sorted by. A clock may have run ahead: it decides only among runs that have no number."""
+        """The sort key of runs. The clock may have been wrong, so it decides only among runs without a number."""
         return self.number, self.created
 
     @property
     def stopped_by(self) -> str:
-        """Who has told this run to end since it was started ("kit down"): nothing may be started any more."""
+        """Who asked this run to stop since its last start (like "kit down"); "" if no one. Start nothing after that."""
         path = str(self.folder / "stop")
         try:
             return read(path).decode("utf-8", "replace")
@@ -151,10 +152,10 @@ class Run:
             return f"somebody ({path} cannot be read)" if os.path.lexists(path) else ""
 
     def say_stop(self, by: str) -> None:
-        """Tell whoever supervises this run that it is to end, and who wants that; "": that it begins again.
+        """Ask the run's supervisor to stop it, in the name of `by` ("kit down"); with "" withdraw that request.
 
         Raises:
-            KitError: it cannot begin again, since what was said cannot be taken back.
+            KitError: the request cannot be withdrawn, so the run cannot be started again.
         """
         path = self.folder / "stop"
         if not by:
@@ -166,24 +167,24 @@ class Run:
                     cure="see what it is, and remove it",
                 ) from error
         elif self.folder.exists():
-            with contextlib.suppress(OSError):  # a full disk: it is stopped all the same
+            with contextlib.suppress(OSError):  # the disk may be full; the caller stops the run anyway
                 write_private(str(path), by.encode())
 
     @property
     def drained(self) -> frozenset[str]:
-        """The nodes that are to be out of the job (`kit drain`).
+        """The names of the drained nodes (`kit drain`).
 
         Raises:
-            KitError: nobody knows, as of `drained_because`.
+            KitError: as `drained_because` does.
         """
         return frozenset(self.drained_because)
 
     @property
     def drained_because(self) -> dict[str, str]:
-        """The same, with what is broken of those that kit has taken out itself; "" where the user did.
+        """Drained node → what is broken, if kit drained it by itself; "" if the user did.
 
         Raises:
-            KitError: the file is there and cannot be read: any node may be drained.
+            KitError: the file exists and cannot be read, so any node may be drained.
         """
         path = self.folder / "drained"
         try:
@@ -200,7 +201,7 @@ class Run:
             raise KitError(f"{path} is damaged: it names no nodes", cure=cure) from error
 
     def drain(self, nodes: Mapping[str, str]) -> None:
-        """Tell whoever supervises this run which nodes are to be out of it, as `drained_because`, and no others.
+        """Write the drained nodes, in the form of `drained_because`, for the run's supervisor; replaces the last list.
 
         Raises:
             NotWritten: the disk is full, or gone.
@@ -211,27 +212,27 @@ class Run:
 
     @property
     def skew_s(self) -> float:
-        """How far the nodes' clocks are apart."""
+        """The greatest difference between two nodes' clocks, in seconds."""
         offsets = self.clock_offsets.values()
         return max(offsets, default=0.0) - min(offsets, default=0.0)
 
     def is_still(self, started: float) -> bool:
-        """Whether what was started then goes on: it has not ended, and the run was not started anew."""
+        """Whether the start at time `started` is the run's last one, and the run has not ended."""
         return self.started == started and self.state in LIVE
 
     def as_recorded(self) -> Run:
-        """The run as it is on record now; this one where nobody can read that."""
+        """Return the run as it is on disk now; if that cannot be read, this object."""
         try:
             return parse(read(str(self.folder / FILE)), self.run_id)
         except (OSError, ValueError):
             return self
 
     def finish_stopped(self) -> None:
-        """Record that it was stopped; all who see it end write down the same."""
+        """Record that the run was stopped; every process that sees it end may call this, with the same result."""
         self.finish("stopped", f"stopped by {self.stopped_by}" if self.stopped_by else "stopped")
 
     def save(self) -> None:
-        """Write all of the record as it is here; one that others may have written since is changed in `changing`.
+        """Write the whole record; to change one that other processes may have written since, use `changing`.
 
         Raises:
             NotWritten: the disk is full, or gone.
@@ -241,20 +242,20 @@ class Run:
 
     @contextlib.contextmanager
     def changing(self, *, mends: bool = False) -> Iterator[bool]:
-        """Change some fields: the others are read anew before, all are written after, and nobody writes in between.
+        """Change fields of the record under a lock: all are read again on entry, and written on exit.
 
-        Give a field another value; do not change one that is a list or a dictionary in its place. What raises leaves
-        the record as it was, here and on the disk.
+        Assign new values; do not modify a list or dictionary in place. An exception in the body leaves the record as it
+        was, in memory and on disk.
 
         Args:
-            mends: who supervises the run knows all of its record: one that is damaged is written anew from that, and
-                kept as ``run.json.damaged``.
+            mends: rewrite a damaged record from this object, and keep the damaged one as ``run.json.damaged``. For the
+                supervisor only, which knows the whole record.
 
         Yields:
-            Whether it was damaged.
+            Whether the record was damaged.
 
         Raises:
-            NotWritten: the disk is full, or gone; or the record cannot be read.
+            NotWritten: the disk is full or gone, or the record cannot be read.
         """
         path, is_damaged = str(self.folder / FILE), False
         with self.alone():
@@ -281,7 +282,7 @@ class Run:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Held while what is on record is read and then written: whoever else is about to waits.
+        """Hold the record's lock, so that it can be read and then written; other processes wait.
 
         Raises:
             NotWritten: the disk is full, or gone.
@@ -301,10 +302,10 @@ class Run:
             write_private(str(path), json.dumps(fields, indent=1).encode(), durable=True)
 
     def reload(self) -> None:
-        """Take over what another process has written.
+        """Read the record again.
 
         Raises:
-            KitError: there is nothing, or nobody can read it; all is as it was here.
+            KitError: the record is missing or unreadable; this object is unchanged.
         """
         try:
             self._read_anew()
@@ -316,12 +317,12 @@ class Run:
         vars(self).update(vars(parse(retried(lambda: read(str(path))), self.run_id)))
 
     def finish(self, state: str, verdict: str, cause: Mapping[str, str] | None = None) -> None:
-        """Record the end; nothing where it is on record that the run succeeded, or was started anew since.
+        """Record the run's end, unless the record says that it succeeded, or was started again since.
 
         Args:
-            state: its last.
-            verdict: how it ended, in a line.
-            cause: the known one, as the fields of a `Cause`.
+            state: the final state, one of `ENDED`.
+            verdict: how it ended, in one line.
+            cause: the known cause, as the fields of a `Cause`.
 
         Raises:
             NotWritten: the disk is full, or gone.
@@ -334,7 +335,7 @@ class Run:
                     return
                 vars(self).update(end)
         except NotWritten:
-            vars(self).update(end)  # it is so, though only this process knows
+            vars(self).update(end)  # true all the same, though it is only in this process's memory
             raise
         self.event("run-ended", state=state, verdict=verdict, **({"cause": dict(cause)} if cause else {}))
 
@@ -344,21 +345,21 @@ class Run:
             append_private(str(self.folder / "events.jsonl"), self.event_line(kind, **fields))
 
     def event_line(self, kind: EventKind, **fields: Any) -> bytes:
-        """An event of now, as its line."""
+        """Return an event with the present time, as a line for ``events.jsonl``."""
         line = {"run": self.run_id, "time": time.time(), "node": None, "kind": kind, **fields}
         return json.dumps(line).encode() + b"\n"
 
 
 def new_id(name: str) -> str:
-    """``NAME-MMDD-HHMMSS-xx``: sorts by time within a name, and is unique."""
+    """Return a unique run id, ``NAME-MMDD-HHMMSS-xx``, which sorts by time within a name."""
     return f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def parse(data: bytes | str, run_id: str) -> Run:
-    """The run with this id, from what its ``run.json`` holds; fields that only another version knows are kept.
+    """Parse the ``run.json`` of the run with this id; fields that only another version of kit knows are kept.
 
     Raises:
-        ValueError: that is no record of this run, and why.
+        ValueError: the data is not a record of this run; the message says why.
     """
     known, unknown = fields_of(data, Run)
     run = Run(**known)
@@ -373,10 +374,10 @@ def parse(data: bytes | str, run_id: str) -> Run:
 
 
 def on_record() -> tuple[list[Run], list[Unreadable]]:
-    """Every run on record, oldest first; and each record that cannot be read, or is not this kit's.
+    """Return all runs on record, oldest first, and all records that cannot be read or parsed.
 
     Raises:
-        KitError: nobody knows which there are.
+        KitError: the folder of the records cannot be read.
     """
     found, unreadable = [], []
     try:
@@ -400,12 +401,12 @@ def on_record() -> tuple[list[Run], list[Unreadable]]:
 
 
 def all_runs() -> list[Run]:
-    """Every run on record, oldest first, without those whose record cannot be read: nothing may follow from these."""
+    """Return all runs with a readable record, oldest first; where a missing one would matter, use `on_record`."""
     return on_record()[0]
 
 
 def _next_number() -> int:
-    """The number of a new run."""
+    """Count one run more, and return its number."""
     with waited_for(folder().parent / "runs.count") as file:
         text = file.read().strip()
         number = 1 + (int(text) if text.isdigit() else max((run.number for run in all_runs()), default=0))
@@ -416,18 +417,18 @@ def _next_number() -> int:
 
 
 class RunFolder(NamedTuple):
-    """Where a run lies on one host."""
+    """The folder of a run on one host."""
 
     host: str
     path: str
     snapshots: str = ""
-    """Where else it keeps snapshots there."""
+    """Another folder there with snapshots of the run; "" for none."""
     reached: Host | None = None
-    """How, where that host is none of the run's any more."""
+    """How to reach the host, if it belongs to the run no longer."""
 
 
 def public(run: Run) -> Mapping[str, Any]:
-    """What `kit runs --json` tells of a run."""
+    """Return the fields of a run that `kit runs --json` prints."""
     return {
         "run_id": run.run_id,
         "state": run.state,

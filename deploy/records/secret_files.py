@@ -1,6 +1,6 @@
-"""Where secrets are read from: the environment here, or the files of a run that Slurm starts.
+"""Reads secrets: from this process's environment, or from the files of a run that was submitted to Slurm.
 
-These are in the run's shared folder, 0600, and no later submission reads them.
+Those files are in the run's shared folder, with mode 0600; later submissions do not read them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from nodekit.inventory.schema import Inventory, Notify
 
 RANKS = "secrets"
-"""The values of `job.secrets`."""
+"""The kind of file with the values of `job.secrets`."""
 NOTIFY = "notify"
-"""Those of `notify:`, which the ranks do not get."""
+"""The kind of file with the values of `notify:`, which the ranks do not get."""
 
 
 def notify_names(notify: Notify | None) -> tuple[str, ...]:
-    """The environment variables that hold the secrets of `notify:`."""
+    """Return the names of the environment variables with the secrets of `notify:`."""
     hook = notify.webhook if notify else None
     return tuple(filter(None, [hook.url_from, *hook.headers_from.values()])) if hook else ()
 
 
 def notify_secrets(inventory: Inventory) -> dict[str, str]:
-    """The values of the secrets of `notify:`, from the environment here.
+    """Return name → value of the secrets of `notify:`, from this process's environment.
 
     Raises:
         KitError: some are not set.
@@ -44,10 +44,10 @@ def notify_secrets(inventory: Inventory) -> dict[str, str]:
 
 
 def secrets_file(run_dir: Path, kind: str) -> Path | None:
-    """The file with the values of a kind (JSON); None where the job was submitted with none.
+    """Return the JSON file with the secrets of a kind (`RANKS`, `NOTIFY`); None if the job was submitted without.
 
     Raises:
-        OSError: what was submitted cannot be read.
+        OSError: the run's ``job.json`` cannot be read.
     """
     job = json.loads((run_dir / "slurm" / "job.json").read_text(encoding="utf-8"))
     names = [name for name in job["private"] if name.startswith(f"{kind}-")]
