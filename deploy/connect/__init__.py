@@ -1,4 +1,4 @@
-"""How a host is reached: SSH, host keys, and the channel over which its Python answers calls.
+"""Connections to hosts: SSH, host keys, and the channel through which functions are called on a host.
 
 It may import `inventory` and `deploy.host`.
 """

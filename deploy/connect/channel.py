@@ -1,4 +1,4 @@
-"""One channel per host: calls into `deploy/host/server.py` running there, over SSH or, for this machine, a pipe."""
+"""Remote calls: one channel per host, to `deploy/host/server.py` running there, over SSH or, locally, a pipe."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 START_TIMEOUT_S = 10.0
-ENDS_S = 5.0  # for a local process to end by itself
-LAST_WORDS_S = 2.0  # of a process that takes no more, until it ends
+ENDS_S = 5.0  # how long a local process may take to end by itself before it is killed
+LAST_WORDS_S = 2.0  # after a failed write, how long to wait for the process's own last output
 CALL_TIMEOUT_S = 30.0  # for calls that need no time limit of their own
-# A longer call asks so often whether the host still answers: of one that hangs, the kernel does.
+# How often a longer call asks whether the host still answers: if a host hangs, its kernel keeps the connection up.
 STILL_THERE_S = 60.0
-# A called host answers, or says something, sooner; this long without a word, the channel is lost.
+# A channel is lost if a streaming call gets no part or result for so long; hosts send something more often.
 LOST_AFTER_S = 15.0
 
 OFFERED = (
@@ -49,17 +49,17 @@ OFFERED = (
     "probes.network.linkspeed", "probes.network.netjob", "probes.network.netprobe", "probes.network.netstate",
     "probes.network.nics",
 )  # fmt: skip
-"""The modules of `deploy.host` that are sent; their functions can be called as ``MODULE.FUNCTION``."""
+"""The modules of `deploy.host` that are sent to each host; their functions are called as ``MODULE.FUNCTION``."""
 
 _IMPORT = re.compile(r"^ *from (nodekit\.deploy\.host[\w.]*) import ([\w, ]+)", re.MULTILINE)
 
-# What the host's python is told to run: a program of so many bytes that comes on its stdin.
-# One that is too old for the program says so, and not what it takes for a mistake in there.
+# The argument of the host's `python -c`: read a line with the program's size, then the program, from stdin, and run it.
+# A python that is too old reports its version, in place of a syntax error in the program.
 BOOT = (
     "import sys;sys.version_info<(3,8) and sys.exit('it is Python %d.%d, wanted 3.10 or newer'%sys.version_info[:2]);"
     "i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'nodekit','exec'))"
 )
-_READY = b'{"ready": '  # how the first line of that program begins
+_READY = b'{"ready": '  # how the first line that this program prints begins
 
 QUIET_SHELL = (
     "let its ~/.bashrc print nothing without a terminal: `[[ $- == *i* ]] || return` as the first line there"
@@ -67,14 +67,14 @@ QUIET_SHELL = (
 
 
 class ChannelLost(HostError):
-    """The connection to the host is gone; what runs there runs on."""
+    """The connection to the host is lost; agents on the host keep running."""
 
 
 class RemoteError(HostError):
-    """A call failed on the host.
+    """A call raised an exception on the host.
 
     Attributes:
-        type: the name of the exception there.
+        type: the name of the exception's class.
         message: its text.
         errno: the name of its errno (``ENOSPC``), or "".
     """
@@ -88,7 +88,7 @@ class RemoteError(HostError):
 
 
 class Process(Protocol):
-    """What a channel needs of the process at its other end."""
+    """The interface that a channel needs of the process at its other end."""
 
     @property
     def stdin(self) -> IO[bytes]: ...  # noqa: D102
@@ -99,10 +99,10 @@ class Process(Protocol):
 
 
 class LocalProcess:
-    """A process on this machine with the face of one over SSH."""
+    """A process on this machine, with the interface of `SshProcess`."""
 
     def __init__(self, argv: list[str]) -> None:
-        # Its own session: a Ctrl-C in the terminal is for kit, which then stops the agents through it.
+        # Its own session: a Ctrl-C in the terminal must reach kit only, which then stops the agents by this process.
         self._popen = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
@@ -121,14 +121,14 @@ class LocalProcess:
             self._stderr.extend(stderr)
 
     def stderr_tail(self) -> str:
-        """The last lines it wrote to stderr."""
+        """Return the last lines that it wrote to stderr."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(0.2)
-            self._drainer.join(1.0)  # it is about to have read the rest
+            self._drainer.join(1.0)  # let it read the rest
         return b"".join(self._stderr).decode("utf-8", "replace")
 
     def close(self) -> None:
-        """End it by ending its stdin, or by a kill after `ENDS_S`: where it does not read, a writer holds its stdin."""
+        """Close its stdin, which ends it; kill it after `ENDS_S`, since closing blocks while a write to it does."""
         killing = threading.Timer(ENDS_S, self._popen.kill)
         killing.daemon = True
         killing.start()
@@ -140,12 +140,12 @@ class LocalProcess:
 
 
 class HostChannel:
-    """Calls into one host, from any thread, each with a timeout.
+    """A channel for calls to one host. It is thread-safe; each call has a timeout.
 
     Attributes:
         host: the host's name in the inventory.
-        connection: the SSH connection below it, None on this machine.
-        printed: what the login shell there prints before a command, its last line; "" as it should be.
+        connection: the SSH connection that it uses; None for this machine.
+        printed: the last line that the host's login shell prints before a command; "" in the normal case.
     """
 
     def __init__(self, host: str, process: Process, connection: SshConnection | None = None) -> None:
@@ -160,14 +160,14 @@ class HostChannel:
         self._begin(process)
 
     def switch(self, python: str, connection: SshConnection | None = None) -> None:
-        """Go on with another interpreter of the host, while no call is under way.
+        """Restart the server with another interpreter or connection; no call may be under way.
 
         Args:
-            python: it.
-            connection: another one, in place of that which is lost; None for the same.
+            python: the interpreter.
+            connection: a new connection in place of a lost one; None to keep the present one.
 
         Raises:
-            HostError: it does not run.
+            HostError: the interpreter does not run.
         """
         process, before = self._process, self.connection
         self.connection = connection or before
@@ -179,10 +179,11 @@ class HostChannel:
                 before.close()
 
     def _begin(self, process: Process) -> None:
-        """Have a process, which waits for its program, answer the calls."""
+        """Send the server's program to a process that waits for it, and use that process for calls from now on."""
         self._ready: queue.Queue[dict[str, Any]] = queue.Queue()
         program, to_write = _program(), queue.SimpleQueue[bytes | None]()
-        to_write.put(b"%d\n" % len(program) + program)  # a call of another thread comes after it
+        # Before other threads see the queue, so that their calls come after the program.
+        to_write.put(b"%d\n" % len(program) + program)
         with self._lock:
             self._process, self._to_write, self._lost = process, to_write, None
         name, args = f"channel-{self.host}", (process, self._ready, to_write)
@@ -213,13 +214,13 @@ class HostChannel:
         to_write: queue.SimpleQueue[bytes | None],
         reader: threading.Thread,
     ) -> None:
-        """Send what is put there, until None: no call waits beyond its deadline for a host that does not read."""
+        """Write what is put into the queue, until None; in its own thread, so that no call blocks past its timeout."""
         while (data := to_write.get()) is not None:
             try:
                 process.stdin.write(data)
                 process.stdin.flush()
             except (OSError, ValueError) as error:
-                reader.join(LAST_WORDS_S)  # it knows better why, if the process has ended
+                reader.join(LAST_WORDS_S)  # if the process has ended, the reader knows why
                 self._lose(process, ready, f"the connection is gone ({error})")
                 return
 
@@ -232,7 +233,7 @@ class HostChannel:
         has_begun, printed = False, b""
         try:
             for line in process.stdout:
-                if not has_begun:  # what a login shell prints comes before it, even on the same line
+                if not has_begun:  # a login shell may print something before, even on the same line
                     before, begin, rest = line.partition(_READY)
                     has_begun, line = bool(begin), begin + rest
                     printed = before.strip()[:200] or printed
@@ -245,17 +246,17 @@ class HostChannel:
                 elif (waiter := self._waiting.get(message["id"])) is not None:
                     waiter.put(message)
         except (OSError, ValueError, EOFError):
-            pass  # told below, as any other end
+            pass  # handled below like any other end
         to_write.put(None)
         said = process.stderr_tail().strip()
-        if not has_begun:  # nologin says on stdout that it lets nobody in
+        if not has_begun:  # nologin prints its refusal to stdout
             said = said or printed.decode("utf-8", "replace")
         self._lose(process, ready, said or f"{'the connection' if has_begun else 'it'} ended without a word")
 
     def _lose(self, process: Process, ready: queue.Queue[dict[str, Any]], why: str) -> None:
         with self._lock:
             if process is not self._process or self._lost is not None:
-                return  # another has taken its place, or it is known
+                return  # the process was replaced, or the loss is known
             self._lost = why
         ready.put({"lost": why})
         for waiter in list(self._waiting.values()):
@@ -263,22 +264,25 @@ class HostChannel:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection is gone."""
+        """Whether the connection is lost."""
         return self._lost is not None
 
     def call(self, op: str, *, timeout_s: float, **args: Any) -> Any:
         """Run `op` on the host and return its result.
 
         Raises:
-            RemoteError: it failed there.
-            ChannelLost: the connection is gone, or there was no answer within `timeout_s` seconds.
+            RemoteError: `op` raised an exception there.
+            ChannelLost: the connection is lost, or there was no answer within `timeout_s` seconds.
         """
         return self.stream(op, lambda _: None, silence_s=timeout_s, **args)
 
     def stream(
         self, op: str, on_part: Callable[[Any], None], *, silence_s: float = LOST_AFTER_S, **args: Any
     ) -> Any:
-        """Run `op`, hand each part it sends to `on_part`, and return its result; errors as in `call`."""
+        """Run `op` on the host, pass each part that it sends to `on_part`, and return its result.
+
+        Raises as `call` does; `silence_s` limits the time until the next part or the result.
+        """
         number, began, outcome = next(self._ids), time.monotonic(), ""
         waiter: queue.Queue[dict[str, Any]] = queue.Queue()
         self._waiting[number] = waiter
@@ -303,15 +307,15 @@ class HostChannel:
             raise
         finally:
             del self._waiting[number]
-            # What it was called with, and what was said, may hold secrets.
+            # Log neither arguments nor results: they may hold secrets.
             _LOG.debug("%s: %s: %.0f ms%s", self.host, op, (time.monotonic() - began) * 1000, outcome)
 
     def _next(self, waiter: queue.Queue[dict[str, Any]], silence_s: float) -> dict[str, Any]:
-        """What a call hears next; while it waits for long, the host is asked whether it is still there.
+        """Return the next message of a call; during a long wait, ask the host each minute whether it still answers.
 
         Raises:
-            queue.Empty: nothing within `silence_s`.
-            ChannelLost: it does not answer, or the connection is gone.
+            queue.Empty: no message within `silence_s`.
+            ChannelLost: the host does not answer, or the connection is lost.
         """
         while silence_s > STILL_THERE_S:
             with contextlib.suppress(queue.Empty):
@@ -322,14 +326,14 @@ class HostChannel:
         return waiter.get(timeout=max(0.0, silence_s))
 
     def close(self) -> None:
-        """End the server on the host and the connection; agents it started live on."""
+        """End the server on the host and close the connection; agents that it started keep running."""
         self._process.close()
         if self.connection is not None:
             self.connection.close()
 
 
 def _no_python(last_words: str, *, maybe_no_shell: bool = False) -> Problem:
-    # Below what it has to say, fish prints the command that it could not run, and underlines it.
+    # After its message, fish prints the command that it could not run, and underlines it.
     said = [
         line
         for line in last_words.splitlines()
@@ -345,14 +349,14 @@ def _no_python(last_words: str, *, maybe_no_shell: bool = False) -> Problem:
 
 
 def _python(host: str, python: str, connection: SshConnection | None) -> Process:
-    """It waits for its program, on this machine where there is no connection."""
+    """Start an interpreter that waits for its program, on this machine if there is no connection."""
     if connection is not None:
         return cast(Process, connection.exec([python, "-c", BOOT]))
     try:
         # Path.expanduser raises for a user that does not exist; Popen names the missing file better.
         return LocalProcess([os.path.expanduser(python), "-c", BOOT])  # noqa: PTH111
     except OSError as error:
-        # Of these, the python may be a good one.
+        # With these errors the interpreter itself may be fine.
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
             cure = "end what has taken it all here, or ask for more (ulimit -n: open files, ulimit -u: processes)"
             raise HostError(host, f"its python cannot be started: {error.strerror}", cure=cure) from error
@@ -360,26 +364,26 @@ def _python(host: str, python: str, connection: SshConnection | None) -> Process
 
 
 def open_local(host: str, python: str) -> HostChannel:
-    """A channel to this machine."""
+    """Open a channel to this machine."""
     return HostChannel(host, _python(host, python, None))
 
 
 def open_ssh(connection: SshConnection, host: str, python: str) -> HostChannel:
-    """A channel over an SSH connection."""
+    """Open a channel over an SSH connection."""
     return HostChannel(host, _python(host, python, connection), connection)
 
 
 def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | Exception]:
-    """Call `function` on every item at once: name → result *or* exception, so that one failure hides no other.
+    """Call `function` on all items in parallel; return name → result *or* exception, so that no failure hides another.
 
-    A KeyboardInterrupt does not wait for calls under way: they end with their channel, or with the process.
+    A KeyboardInterrupt does not wait for running calls: they end with their channel, or with the process.
     """
     results: dict[str, R | Exception] = {}
 
     def attempt(name: str, item: T) -> None:
         try:
             results[name] = function(item)
-        except Exception as error:  # handed to the caller, host by host
+        except Exception as error:  # returned to the caller, one per host
             results[name] = error
 
     threads = [threading.Thread(target=attempt, args=item, daemon=True) for item in items.items()]
@@ -391,7 +395,11 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
 
 
 def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results, when no host failed; else one error with a line per host that did."""
+    """Return the results if all are fine.
+
+    Raises:
+        KitError: one or more hosts failed; has a line for each of them.
+    """
     failures: list[KitError] = []
     for result in results.values():
         if isinstance(result, KitError):
@@ -407,15 +415,15 @@ def all_or_raise(results: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _program() -> bytes:
-    """The source of the server and of the modules it offers, as one program."""
+    """Return the source of the server and of the modules that it offers, as one program."""
     return program((*OFFERED, "server"), "module.serve(module_of)")
 
 
 def program(names: Sequence[str], last_line: str) -> bytes:
-    """Modules of `deploy.host` as one program in ASCII; in its last line, `module` is the last of them.
+    """Return modules of `deploy.host`, and all that they import from it, as the ASCII source of one program.
 
-    What they import of `deploy.host` comes along. All but the last are compiled when they are first imported: most
-    calls need few of them. There, `module_of` finds a module by its own name alone, without its folder's.
+    The last module is imported at once; the others are compiled at their first import, since most calls need few of
+    them. In `last_line`, `module` is the last module; `module_of(name)` returns one by its name, without its folder's.
     """
     sources: dict[str, str] = {}
     missing = [f"nodekit.deploy.host.{name}" for name in names]
@@ -452,7 +460,7 @@ module = module_of({names[-1].rpartition(".")[2]!a})
 
 
 def _imported(text: str) -> Iterator[str]:
-    """The modules of `deploy.host` that a source imports."""
+    """Yield the names of the modules of `deploy.host` that a source imports."""
     for folder, names in _IMPORT.findall(text):
         # "from FOLDER import MODULE, …", or "from MODULE import name, …".
         if importlib.util.find_spec(folder).submodule_search_locations is None:  # type: ignore[union-attr]
@@ -462,7 +470,7 @@ def _imported(text: str) -> Iterator[str]:
 
 
 def source(module: str) -> str:
-    """The source of one of our modules, to be sent."""
+    """Return the source of one of kit's modules."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None

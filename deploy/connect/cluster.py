@@ -1,4 +1,4 @@
-"""Opens the channels to an inventory's hosts, all at once; and what logs in to one with the system's ssh."""
+"""Opens channels to all hosts of an inventory in parallel; and builds the ssh command line for a login shell."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How the command line wants SSH."""
+    """SSH options from the command line."""
 
     accept_new_host_keys: bool = False
     notice: Callable[[str], None] = print
     open: Callable[[Host], HostChannel] | None = None
-    """What opens a channel in place of SSH, where the hosts are a Slurm allocation's."""
+    """Opens a channel in place of SSH, for hosts of a Slurm allocation."""
     may_ask: bool = True
-    """Whether somebody is there to be asked for a key's passphrase."""
+    """Whether to ask the user for the passphrase of an encrypted key."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask_passphrase(self, path: str) -> str:
-        """Ask for the passphrase of an encrypted key, at the terminal."""
+        """Ask for the passphrase of an encrypted key at the terminal."""
         import getpass
 
         with self._lock:
@@ -44,10 +44,10 @@ class SshOptions:
 
 
 def open_channel(host: Host, options: SshOptions, *, timeout_s: float = CONNECT_TIMEOUT_S) -> HostChannel:
-    """A channel to one host; `timeout_s` is for logging in.
+    """Open a channel to one host; `timeout_s` limits the login.
 
     Raises:
-        HostError: it cannot be reached, or its python does not run.
+        HostError: the host is unreachable, or its python does not run.
     """
     if options.open is not None:
         return options.open(host)
@@ -62,21 +62,21 @@ def open_channel(host: Host, options: SshOptions, *, timeout_s: float = CONNECT_
 
 
 def reopen(channel: HostChannel, host: Host, options: SshOptions) -> None:
-    """Log in anew where a channel is lost; whoever has it goes on with it.
+    """Log in again for a lost channel, so that all its users can go on with it.
 
     Raises:
-        LoginRefused: it cannot be, as it is now.
-        HostError: as of `open_channel`; it may be tried again.
+        LoginRefused: the host refuses the login; another try would fail the same way.
+        HostError: as `open_channel` does; another try may succeed.
     """
     connection = None
     if host.connection != "local":
-        # A passphrase that was given before is known; now a live view may have the terminal.
+        # Passphrases given before are known. Do not ask now: a live view may be using the terminal.
         connection = _connect(host, options, timeout_s=CONNECT_TIMEOUT_S, may_ask=False)
     channel.switch(host.python, connection)
 
 
 def _connect(host: Host, options: SshOptions, *, timeout_s: float, may_ask: bool = True) -> SshConnection:
-    from nodekit.deploy.connect import ssh  # paramiko is slow to import, and a local run does without
+    from nodekit.deploy.connect import ssh  # paramiko is slow to import, and a local run does not need it
 
     return ssh.connect(
         ssh.SshTarget(
@@ -95,7 +95,7 @@ def _connect(host: Host, options: SshOptions, *, timeout_s: float, may_ask: bool
 
 
 def login_argv(host: Host, *, accept_new_host_keys: bool) -> list[str]:
-    """What opens a shell on one host: the system's ssh as the inventory says, or, for a local node, a shell."""
+    """Return the argv that opens a shell on a host: the system's ssh as the inventory says; for a local one, $SHELL."""
     if host.connection == "local":
         return [os.environ.get("SHELL", "/bin/sh")]
     argv = ["ssh", "-o", f"StrictHostKeyChecking={'accept-new' if accept_new_host_keys else 'yes'}"]
@@ -106,7 +106,7 @@ def login_argv(host: Host, *, accept_new_host_keys: bool) -> list[str]:
     if host.identity_file is not None:
         argv += ["-i", str(Path(host.identity_file).expanduser())]
     if host.known_hosts is not None:
-        # ssh takes the first value it is given: those that it would look into by itself are named again.
+        # The option replaces ssh's default files, so they are named as well.
         files = [str(Path(host.known_hosts).expanduser()), "~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
         argv += ["-o", f"UserKnownHostsFile={' '.join(map(sshconfig.quoted, files))}"]
     return [*argv, "--", host.address]
@@ -120,14 +120,16 @@ def channels(
     some: bool = False,
     unreachable: Callable[[str], None] | None = None,
 ) -> Iterator[dict[str, HostChannel]]:
-    """Channels to all hosts, closed at the end.
+    """Open channels to all hosts, and close them at the end.
 
     Args:
-        some: do with those that can be reached and tell of the others, instead of failing.
-        unreachable: is told of them; None for the options' ``notice``.
+        hosts: the hosts.
+        options: for SSH.
+        some: go on with the reachable hosts and report the others, instead of failing.
+        unreachable: receives the error text of each unreachable host; None for the options' ``notice``.
 
     Raises:
-        KitError: with a line for each host that cannot be reached.
+        KitError: has a line for each host that is unreachable.
     """
     by_name = {host.name: host for host in hosts}
     results = on_all(by_name, lambda host: open_channel(host, options))
@@ -147,20 +149,19 @@ def channels(
 
 
 def was_asked(channels: Mapping[str, HostChannel]) -> bool:
-    """Whether somebody typed a passphrase to open one of these: a process in the background could not open it."""
+    """Whether the user typed a passphrase to open one of these; a process in the background could not open it again."""
     opened = [channel.connection for channel in channels.values()]
     return any(connection is not None and connection.was_asked for connection in opened)
 
 
 def peer_addresses(hosts: Iterable[Host]) -> dict[str, tuple[str, ...]]:
-    """For each host the addresses of the others, as far as they can be told from here.
+    """Return host → IP addresses of the other hosts, as far as this machine can find them out.
 
-    The loopback address of a local host says nothing to another machine; only when all hosts are local do they
-    reach each other by it.
+    The loopback address of a local host is of no use to other machines; it is included only if all hosts are local.
     """
     hosts = list(hosts)
     all_local = all(host.connection == "local" for host in hosts)
-    # At once: of names that only a jump host knows, a name server that is gone costs its 10 s once.
+    # In parallel: if the name server is down, its time-out of 10 s passes once, not for each name.
     found = all_or_raise(on_all({host.name: host for host in hosts}, _numeric))
     addresses = {
         name: address
@@ -174,7 +175,7 @@ def peer_addresses(hosts: Iterable[Host]) -> dict[str, tuple[str, ...]]:
 
 
 def _numeric(host: Host) -> str | None:
-    """The IP address behind a host's `address`, through ~/.ssh/config's HostName and the resolver here."""
+    """Resolve a host's `address` to an IP address, by ~/.ssh/config's HostName and this machine's resolver."""
     name = host.address
     try:
         return str(ipaddress.ip_address(name))
@@ -187,4 +188,4 @@ def _numeric(host: Host) -> str | None:
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
-        return None  # reached through a jump host that knows the name
+        return None  # perhaps only a jump host knows the name

@@ -1,4 +1,4 @@
-"""Host keys: what known_hosts files say of a host, read as OpenSSH does, and the words of a refusal."""
+"""Host keys: reads known_hosts files as OpenSSH does, and builds the errors for unknown and changed keys."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from nodekit.inventory.errors import LoginRefused, Problem
 if TYPE_CHECKING:
     import paramiko
 
-_append_lock = threading.Lock()  # several hosts are accepted at once
+_append_lock = threading.Lock()  # keys of several hosts may be accepted in parallel
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownKey:
-    """One line of a known_hosts file that speaks of the host."""
+    """A host's key, from one line of a known_hosts file."""
 
     key_type: str
     blob: bytes
     where: str
-    """``file:line``"""
+    """The line's place, ``FILE:LINE``."""
     revoked: bool
 
 
 def fingerprint(blob: bytes) -> str:
-    """The fingerprint of a public key as OpenSSH shows it."""
+    """Return the fingerprint of a public key in OpenSSH's form."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
 def host_pattern(host: str, port: int) -> str:
-    """How known_hosts names a host."""
+    """Return a host's name in the form of known_hosts: ``[HOST]:PORT``, or HOST for port 22."""
     return host.lower() if port == 22 else f"[{host.lower()}]:{port}"
 
 
 def lookup(files: Sequence[Path], name: str) -> list[KnownKey]:
-    """The keys for a host, by its name as of `host_pattern`; a file that does not exist holds none."""
+    """Return the known keys of a host, whose name has the form of `host_pattern`; missing files are skipped."""
     found = []
     for file in files:
         try:
@@ -55,7 +55,7 @@ def lookup(files: Sequence[Path], name: str) -> list[KnownKey]:
         for number, line in enumerate(lines, 1):
             fields = line.split()
             marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
-            # @cert-authority: host certificates are beyond paramiko
+            # Skip @cert-authority: paramiko does not support host certificates.
             if len(fields) < 3 or fields[0].startswith("#") or marker == "@cert-authority":
                 continue
             if not _matches(fields[0], name):
@@ -88,7 +88,7 @@ def _matches(patterns: str, name: str) -> bool:
 
 
 def preferred_key_types(offered: Iterable[str], known: Sequence[KnownKey]) -> list[str]:
-    """The host key algorithms to ask for, those of known keys first: a host shows one of its keys only."""
+    """Sort the host key algorithms, those of known keys first, since a host presents only one of its keys."""
     types = {key.key_type for key in known if not key.revoked}
     if "ssh-rsa" in types:
         types |= {"rsa-sha2-512", "rsa-sha2-256"}
@@ -113,14 +113,14 @@ class UnknownKey(LoginRefused):
     def __init__(
         self, name: str, problem: Problem, *, shown: str, command: str, scan: tuple[str, str] | None
     ) -> None:
-        """What to say of one host.
+        """Make the error for one host; the other fields are for `accept_all`.
 
         Args:
-            name: the host's, in the inventory.
-            problem: all of it.
-            shown: which key of which address it was, in short.
-            command: what accepts the key.
-            scan: for ssh-keyscan: its option for the port, and the address; None where it cannot ask the host.
+            name: of the host in the inventory.
+            problem: the full message.
+            shown: a short message: the address, and the key that it presented.
+            command: the command that accepts the key.
+            scan: ssh-keyscan's port option and address; None if ssh-keyscan cannot reach the host.
         """
         super().__init__(name, *problem)
         self.shown, self.command, self.scan = shown, command, scan
@@ -137,7 +137,18 @@ def unknown_key(
     scannable: bool,
     files: Sequence[Path],
 ) -> UnknownKey:
-    """What to say of a host that no known_hosts file has, `name` there; `where` is its address for people."""
+    """Return the error for a host whose key is in no known_hosts file.
+
+    Args:
+        target: the host's name in the inventory.
+        where: its address, for messages.
+        name: its name in the form of known_hosts.
+        host: the host to name in the command that accepts the key.
+        port: of its sshd.
+        key: the key that it presented.
+        scannable: whether ssh-keyscan can reach it: not behind a jump host, nor under another name.
+        files: the known_hosts files that were read.
+    """
     port_option = "" if port == 22 else f"-p {port} "
     scan = (port_option, host) if scannable else None
     command = f"ssh {port_option}{host}"  # behind a jump host, or under another name
@@ -153,7 +164,7 @@ def unknown_key(
 
 
 def accept_all(errors: Iterable[UnknownKey]) -> str:
-    """What to do about several hosts whose keys are unknown: once, with a command for all of a port."""
+    """Return the cure for several hosts with unknown keys, with one ssh-keyscan command per port."""
     ports: dict[str, dict[str, None]] = {}
     commands: dict[str, None] = {}
     for error in errors:
@@ -178,7 +189,7 @@ def _ask_first(commands: str) -> str:
 
 
 def changed_problem(*, where: str, name: str, key: paramiko.PKey, known: Sequence[KnownKey]) -> Problem:
-    """What to say of a host that shows another key than the known ones."""
+    """Return the error for a host that presented another key than the known ones."""
     old = next((entry for entry in known if entry.key_type == key.get_name()), known[0])
     file = old.where.rpartition(":")[0]
     return Problem(

@@ -1,4 +1,4 @@
-"""The keys to log in with: files, the agent's, and encrypted files, whose passphrase is asked for once."""
+"""The keys to log in with: identity files, encrypted ones among them, and the keys of an SSH agent."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nodekit.inventory.errors import KitError
 if TYPE_CHECKING:
     import paramiko
 
-DEFAULT_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")  # in ~/.ssh, in OpenSSH's order of preference for speed
+DEFAULT_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")  # in ~/.ssh, the fastest to use first
 _ATTEMPTS = 3
 
 
 class IdentityError(KitError):
-    """An identity file cannot be used; the message says which, why, and what to do."""
+    """An identity file cannot be used; the message says which file, why, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,28 +29,28 @@ class Candidate:
     """One key to try."""
 
     label: str
-    """What it is, for people."""
+    """The key's description, for messages."""
     file: Path | None
-    """The file the system's ssh client can read it from by itself; None when it is the agent's."""
+    """The file from which the system's ssh client can read it; None for an agent's key without such a file."""
     asked: bool
-    """Whether only a passphrase told to us opens it."""
+    """Whether it is encrypted, so that the user has to be asked for its passphrase."""
     load: Callable[[], paramiko.PKey]
 
 
 class KeyFiles:
-    """Identity files, each read, and its passphrase asked for, once for all hosts."""
+    """A cache of private keys: each identity file is read, and its passphrase asked for, once for all hosts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._unlocked: dict[tuple[str, int], paramiko.PKey] = {}
 
     def unlock(self, file: Path, ask: Callable[[str], str] | None) -> paramiko.PKey:
-        """The private key in `file`.
+        """Return the private key in `file`.
 
         Raises:
-            IdentityError: it cannot be had.
+            IdentityError: the file is unreadable, or its passphrase is not known.
         """
-        with self._lock:  # a second host waits here while the first one's question is open
+        with self._lock:  # threads of other hosts wait here while the user is asked
             try:
                 name = (str(file), file.stat().st_mtime_ns)
                 if name not in self._unlocked:
@@ -89,7 +89,7 @@ class KeyFiles:
 
 
 def peek(file: Path) -> tuple[bool, bytes | None]:
-    """Whether an identity file is encrypted, and its public key if it can be read without the passphrase."""
+    """Return whether an identity file is encrypted, and its public key; None if that needs the passphrase."""
     import paramiko
 
     text = file.read_text(encoding="ascii", errors="replace")
@@ -108,7 +108,7 @@ def peek(file: Path) -> tuple[bool, bytes | None]:
 
 
 def _public_half(text: str) -> bytes | None:
-    """The key in the text of a public key's file; None where it is none."""
+    """Return the key from the text of a public key file; None if the text is none."""
     kind, key, *_ = (*text.split(maxsplit=2), "", "")
     try:
         blob = base64.b64decode(key, validate=True)
@@ -118,7 +118,7 @@ def _public_half(text: str) -> bytes | None:
 
 
 def _public_half_beside(file: Path) -> bytes | None:
-    """The key in the ``.pub`` beside a private key, which ssh reads, too, to find it in the agent."""
+    """Return the key from the ``.pub`` file beside a private key; ssh, too, finds the agent's key by it."""
     try:
         return _public_half(file.with_name(f"{file.name}.pub").read_text(encoding="ascii", errors="replace"))
     except OSError:
@@ -126,10 +126,10 @@ def _public_half_beside(file: Path) -> bytes | None:
 
 
 def check_file(file: Path) -> None:
-    """Refuse an identity file that is not there, or that ssh would refuse.
+    """Refuse an identity file that is missing, or that ssh would refuse.
 
     Raises:
-        IdentityError: with the command that mends it.
+        IdentityError: has the command that repairs it.
     """
     try:
         found = file.stat()
@@ -161,10 +161,18 @@ def candidates(
     keys: KeyFiles,
     ask: Callable[[str], str] | None,
 ) -> Iterator[Candidate]:
-    """The keys to try, in order: a server listens to a few only, and every wrong one costs a round trip.
+    """Yield the keys to try, in order. The order matters: servers allow few tries, and each costs a round trip.
 
-    First those named for the host (from the agent where it has them), then the agent's others, then the
-    default files; an encrypted one of these comes last, so that nobody is asked for a key that is not needed.
+    First come the keys named for the host (from the agent, if it has them), then the agent's other keys, then the
+    default files, encrypted ones last, so that the user is not asked for the passphrase of a key that is not needed.
+
+    Args:
+        named: identity files named for the host.
+        only_named: whether to leave out the agent's other keys (IdentitiesOnly).
+        agent_keys: the keys that the agent holds.
+        home: the user's home folder.
+        keys: reads the files.
+        ask: asks the user for a file's passphrase; None if there is no user to ask.
     """
     defaults = [home / ".ssh" / name for name in DEFAULT_FILES] if not named else []
     files = [*named, *(file for file in defaults if file.is_file())]
@@ -174,7 +182,7 @@ def candidates(
     for file in files:
         try:
             encrypted, public = peek(file)
-        except (OSError, IdentityError):  # told when it is its turn
+        except (OSError, IdentityError):  # raised again by `load`, if the key is tried
             encrypted, public = False, None
         if public in agents:
             if public is not None and public not in used:
@@ -195,7 +203,7 @@ def candidates(
         for blob, key in agents.items():
             if blob not in used:
                 yield _of_agent(key, f"the agent's {key.comment or key.get_name()}", None)
-    # With nobody to ask, a locked one is named where there is nothing else: that is why.
+    # Without a user to ask, try encrypted files only if there is no other key: their error then says why login fails.
     unlocked = [candidate for candidate in late if not candidate.asked]
     yield from unlocked if ask is None and (unlocked or agents) else sorted(late, key=lambda each: each.asked)
 

@@ -1,7 +1,7 @@
-"""One SSH connection to one host, as `~/.ssh/config` says, and never to a host whose key is not known.
+"""An SSH connection to one host, as `~/.ssh/config` says; refuses a host whose key is unknown.
 
-fabric reads the user's configuration and strings jump hosts together; what it would be lenient about (host
-keys, time, which key is tried) is done in `deploy/connect/sshclient.py`, which stands in for paramiko's client.
+fabric reads the user's configuration and connects through jump hosts. Where it would be lenient (host keys, timeouts,
+which keys to try), `deploy/connect/sshclient.py` replaces paramiko's client.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def connect(
 
     Args:
         target: the host.
-        timeout_s: for all of it, without the time that `ask_passphrase` takes.
-        accept_new_host_keys: add the key of a host that no known_hosts file has to ~/.ssh/known_hosts. A
-            key that differs from a known one is refused all the same.
-        ask_passphrase: is called with an encrypted identity file; once per file for all hosts of the process.
-        notice: is told what was accepted.
+        timeout_s: for the whole connection, not counting the time that `ask_passphrase` takes.
+        accept_new_host_keys: if no known_hosts file has the host, add its key to ~/.ssh/known_hosts. A key that
+            differs from a known one is still refused.
+        ask_passphrase: called with the path of an encrypted identity file, once per file and process; None to not ask.
+        notice: receives a line for each host key that was accepted.
 
     Raises:
-        HostError: with the address, the cause and the cure.
+        HostError: has the address, the cause and the cure.
     """
     import fabric  # 0.15 s, and most commands never connect
 
     log = logging.getLogger("paramiko")
-    if not log.handlers:  # or else it writes tracebacks to stderr; all it says is in our errors
+    if not log.handlers:  # else paramiko writes tracebacks to stderr; our errors say the same
         log.addHandler(logging.NullHandler())
     settings = Settings(
         target=target,
@@ -64,12 +64,12 @@ def connect(
         notice=notice,
     )
     try:
-        known = {"User": target.user, "Port": target.port}  # a ProxyCommand may name them, as %r and %p
+        known = {"User": target.user, "Port": target.port}  # a ProxyCommand may use them, as %r and %p
         config = fabric.Config(ssh_config=sshconfig.read(Path.home(), target.address, known), lazy=True)
         connection = fabric.Connection(target.address, user=target.user, port=target.port, config=config)
     except sshconfig.ConfigError as error:
         raise HostError(target.name, *error.problem) from error
-    except ValueError as error:  # a Port that is no number
+    except ValueError as error:  # a Port that is not a number
         raise HostError(target.name, f"~/.ssh/config of {target.address}: {error}") from error
     except RecursionError:
         raise HostError(
@@ -83,7 +83,7 @@ def connect(
 
 
 def _open(connection: Any, hops: list[Client], target: SshTarget) -> None:
-    """Open a connection through its hops; HostError where that cannot be, and then all are closed."""
+    """Open a connection through its hops; if that fails, close all of them and raise HostError."""
     import paramiko
 
     try:
@@ -107,14 +107,14 @@ def _open(connection: Any, hops: list[Client], target: SshTarget) -> None:
 
 
 def _equip(connection: Any, settings: Settings) -> list[Client]:
-    """Give a fabric connection and those it goes through clients of ours, in the order they are connected."""
+    """Set our `Client` on a fabric connection and on its jump hosts; return them in the order of connecting."""
     hops: list[Client] = []
     jump = False
     while connection is not None and not isinstance(connection, str):
         if str(connection.ssh_config.get("proxyjump", "")).lower() == "none":
             connection.gateway = None
         proxy = connection.gateway if isinstance(connection.gateway, str) else None
-        if proxy is not None:  # the client runs it: paramiko would without a shell, and not notice its end
+        if proxy is not None:  # our client runs it: paramiko would use no shell, and not notice when it ends
             connection.gateway = None
         client = Client(
             settings, connection.ssh_config, original=connection.original_host, jump=jump, proxy_command=proxy
@@ -126,18 +126,18 @@ def _equip(connection: Any, settings: Settings) -> list[Client]:
 
 
 def _words(error: Exception) -> str:
-    """What an error says; many of these say nothing."""
+    """Return the text of an error; if it has none, as many of paramiko's, the name of its class."""
     return str(error) or f"the connection is lost ({type(error).__name__})"
 
 
 def _close_all(hops: Sequence[Client]) -> None:
-    """Close a chain of hops, the farthest first."""
+    """Close all hops, the farthest first."""
     for client in reversed(hops):
         client.close()
 
 
 class _ChannelStream(io.RawIOBase):
-    """A channel's stdin and stdout. Paramiko's own file flushes when it is collected, which may be too late for it."""
+    """A channel's stdin or stdout as a file. Paramiko's own flushes when it is garbage collected, maybe too late."""
 
     def __init__(self, channel: paramiko.Channel) -> None:
         self._channel = channel
@@ -158,7 +158,7 @@ class _ChannelStream(io.RawIOBase):
 
         try:
             self._channel.sendall(data)
-        except (paramiko.SSHException, EOFError) as error:  # as of a ProxyCommand that is gone
+        except (paramiko.SSHException, EOFError) as error:  # for example because a ProxyCommand has ended
             raise ConnectionError(str(error) or "it is closed") from error
         return len(data)
 
@@ -174,14 +174,14 @@ class _ChannelStdin(_ChannelStream):
 
 
 class SshProcess:
-    """A command that runs on the host; its streams are bytes."""
+    """A command that runs on the host; its streams are binary."""
 
     def __init__(self, channel: paramiko.Channel) -> None:
         self._channel = channel
         self.stdin = cast("IO[bytes]", _ChannelStdin(channel))
         self.stdout = cast("IO[bytes]", io.BufferedReader(_ChannelStream(channel), 1 << 16))
         self._stderr: collections.deque[bytes] = collections.deque(maxlen=16)
-        # Nobody reading stderr would stop the command once the window is full.
+        # If stderr were not read, the command would block once the channel's window is full.
         self._drain = threading.Thread(target=self._read_stderr, name="ssh-stderr", daemon=True)
         self._drain.start()
 
@@ -191,29 +191,29 @@ class SshProcess:
                 self._stderr.append(data)
 
     def stderr_tail(self) -> str:
-        """The last it wrote to stderr, up to 64 KiB."""
+        """Return the last that it wrote to stderr, up to 64 KiB."""
         if self._channel.closed or self._channel.eof_received:
-            self._drain.join(1.0)  # it is about to have read the rest
+            self._drain.join(1.0)  # let it read the rest
         return b"".join(self._stderr.copy()).decode("utf-8", "replace")
 
     @property
     def exit_status(self) -> int | None:
-        """How it ended; None while it runs, and when the connection was lost before it told."""
+        """The command's exit status; None while it runs, or if the connection was lost before it arrived."""
         if not self._channel.exit_status_ready():
             return None
         status = self._channel.recv_exit_status()
         return None if status == -1 else status
 
     def close(self) -> None:
-        """End its stdin and stop listening; what it started may live on."""
+        """Close its stdin and the channel; processes that it started may keep running."""
         import paramiko
 
-        with contextlib.suppress(paramiko.SSHException, EOFError, OSError):  # it is lost
+        with contextlib.suppress(paramiko.SSHException, EOFError, OSError):  # the connection may be lost
             self._channel.close()
 
 
 class SshConnection:
-    """An open connection, kept alive until `close`; any number of commands and files go through it."""
+    """An open SSH connection, kept alive until `close`, for any number of commands and file transfers."""
 
     def __init__(self, target: SshTarget, connection: Any, hops: list[Client]) -> None:
         self.target = target
@@ -223,7 +223,7 @@ class SshConnection:
         self._lock = threading.Lock()
 
     def exec(self, command: Sequence[str]) -> SshProcess:
-        """Start a command; a leading ``~/`` of its first word is the home folder on the host."""
+        """Start a command; a leading ``~/`` of its first word stands for the home folder on the host."""
         import paramiko
 
         try:
@@ -241,7 +241,7 @@ class SshConnection:
         return SshProcess(channel)
 
     def sftp(self) -> paramiko.SFTPClient:
-        """A new SFTP session, the caller's to close."""
+        """Open an SFTP session, which the caller has to close."""
         import paramiko
 
         try:
@@ -259,11 +259,11 @@ class SshConnection:
             ) from error
 
     def to_port(self, port: int) -> paramiko.Channel:
-        """A connection to a port of the host's own loopback, for its `deploy/connect/tunnel.py`.
+        """Connect to a port on the host's own loopback, for `deploy/connect/tunnel.py`.
 
         Raises:
             ConnectionRefusedError: nothing listens there.
-            HostError: it forwards nothing, or the connection is lost.
+            HostError: the host's sshd forwards nothing, or the connection is lost.
         """
         import paramiko
 
@@ -287,14 +287,14 @@ class SshConnection:
 
     @property
     def was_asked(self) -> bool:
-        """Whether somebody was asked for the passphrase of a key on the way."""
+        """Whether the user typed the passphrase of a key used for the host or a jump host."""
         return any(hop.used is not None and hop.used[0].asked for hop in self._hops)
 
     def rsync_rsh(self) -> list[str] | None:
-        """The system's ssh client with what makes it reach this very host; any name does as its destination.
+        """Return an argv of the system's ssh client that reaches this host, whatever destination is added to it.
 
-        It reads no configuration and asks nobody: address, user, key, jump hosts and the one host key it may
-        meet are in its arguments. None where there is no such client, or it cannot have the key that we used.
+        It reads no configuration and asks no questions: address, user, key, jump hosts and the only accepted host key
+        are in its arguments. None if there is no ssh client, or it cannot use our key without its passphrase.
         """
         if shutil.which("ssh") is None or self.was_asked:
             return None
@@ -307,7 +307,7 @@ class SshConnection:
         return argv
 
     def close(self) -> None:
-        """Close the connection and those it goes through."""
+        """Close the connection, and those to its jump hosts."""
         _close_all(self._hops)
         with self._lock:
             if self._files is not None:
@@ -316,12 +316,12 @@ class SshConnection:
 
 
 def hostname(address: str) -> str:
-    """The name or address that ``~/.ssh/config`` gives an alias; what it does not know stays as it is."""
+    """Return the HostName that ``~/.ssh/config`` has for an alias, or the alias itself if it has none."""
     return str(sshconfig.read(Path.home()).lookup(address)["hostname"])
 
 
 def shell_line(command: Sequence[str]) -> str:
-    """A command as one line for the host's login shell: the only place where anything is quoted for it."""
+    """Quote a command as one line for the host's login shell. Quoting for that shell happens only here."""
     first, *rest = command
     if first.startswith("~/"):
         return shlex.join([first, *rest]).replace(shlex.quote(first), '"$HOME"/' + shlex.quote(first[2:]), 1)
@@ -329,7 +329,7 @@ def shell_line(command: Sequence[str]) -> str:
 
 
 def _ssh_argv(hop: Client, number: int, before: list[str], folder: Path) -> list[str]:
-    """The argv that reaches one hop; `before` is that of the hop it goes through, empty for the first."""
+    """Return the ssh argv that reaches one hop; `before` is the argv of the previous hop, empty for the first."""
     used, server_key = hop.used, hop.host_key
     assert used is not None
     assert server_key is not None
@@ -338,7 +338,7 @@ def _ssh_argv(hop: Client, number: int, before: list[str], folder: Path) -> list
     known_hosts.write_text(
         f"host{number} {server_key.get_name()} {server_key.get_base64()}\n", encoding="ascii"
     )
-    if candidate.file is None:  # its public half tells ssh which of the agent's keys to take
+    if candidate.file is None:  # the public key tells ssh which of the agent's keys to use
         public.write_text(f"{key.get_name()} {key.get_base64()}\n", encoding="ascii")
     proxy = hop.proxy_command and hop.proxy_command.replace("%", "%%")
     if before:

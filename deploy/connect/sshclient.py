@@ -1,7 +1,7 @@
-"""Connecting one hop: TCP, the host's key, ours; within the time there is, and with errors that say the cure.
+"""Connects one hop: TCP, host key, login; within a timeout, and with errors that say what to do.
 
-It stands in for paramiko's own client below fabric, which would take any host key, wait without end, and try
-keys until the host hangs up.
+It replaces paramiko's own client below fabric, which would accept any host key, wait without end, and try keys until
+the host closes the connection.
 """
 
 from __future__ import annotations
@@ -25,40 +25,39 @@ if TYPE_CHECKING:
     import paramiko
 
 KEEPALIVE_S = 15
-DEAD_AFTER_S = 45  # sent and not acknowledged for so long: the connection is lost
-_key_files = (
-    identity.KeyFiles()
-)  # one per process: its user is asked once for a key, however many hosts want it
+DEAD_AFTER_S = 45  # a connection is lost once data it sent was not acknowledged for so long
+# One per process, so that the user is asked once for a key's passphrase, however many hosts need the key.
+_key_files = identity.KeyFiles()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SshTarget:
-    """Where and as whom to connect; what is None is `~/.ssh/config`'s to say."""
+    """The host to connect to, and how; for a field that is None, `~/.ssh/config` decides."""
 
     name: str
     """The host's name in the inventory, for errors."""
     address: str
-    """A host name, an address or an alias of `~/.ssh/config`."""
+    """A host name, an IP address or an alias of `~/.ssh/config`."""
     user: str | None = None
     port: int | None = None
     identity_file: str | None = None
     known_hosts: str | None = None
-    """One more known_hosts file."""
+    """The path of an additional known_hosts file."""
 
 
 class TimeIsUpError(Exception):
-    """The time for connecting is over."""
+    """The timeout for connecting has passed."""
 
 
 class Clock:
-    """The time a connection may take, without that which a person takes to type a passphrase."""
+    """The timeout of a connection, which stands still while the user types a passphrase."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
 
     def left_s(self) -> float:
-        """Seconds left; TimeIsUpError when there are none."""
+        """Return the seconds left; raise TimeIsUpError if there are none."""
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise TimeIsUpError
@@ -66,7 +65,7 @@ class Clock:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """While a person is asked."""
+        """Stop the clock while the user is asked."""
         start = time.monotonic()
         try:
             yield
@@ -76,7 +75,7 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is the same for a host and the jump hosts before it."""
+    """The settings that a host and its jump hosts share."""
 
     target: SshTarget
     clock: Clock
@@ -86,7 +85,7 @@ class Settings:
 
 
 class Client:
-    """What fabric wants of a client: connect, get_transport, open_sftp, close."""
+    """An SSH client with the methods that fabric needs: connect, get_transport, open_sftp, close."""
 
     def __init__(
         self,
@@ -107,29 +106,33 @@ class Client:
         self._agent: paramiko.Agent | None = None
         self.host, self.port, self.user = "", 22, ""
         self.host_key: paramiko.PKey | None = None
-        """What the host showed, once it is found to be known."""
+        """The key that the host presented; set in the handshake, before it is compared with the known ones."""
         self.used: tuple[identity.Candidate, paramiko.PKey] | None = None
 
     @property
     def where(self) -> str:
-        """The host's address for people."""
+        """The host's address, for messages."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'the jump host ' if self._jump else ''}{host}:{self.port}"
 
     def problem(self, found: str, wanted: str = "", cure: str = "") -> HostError:
-        """An error of ours that names the inventory's host."""
+        """Return an error that names the inventory's host."""
         return HostError(self._settings.target.name, found, wanted, cure)
 
     def refusal(self, found: str, wanted: str = "", cure: str = "") -> LoginRefused:
-        """The same, where another try would end alike."""
+        """Return such an error for a case in which another try would fail the same way."""
         return LoginRefused(self._settings.target.name, found, wanted, cure)
 
     def get_transport(self) -> paramiko.Transport | None:
-        """The open transport."""
+        """Return the open transport; None before `connect`."""
         return self._transport
 
     def connect(self, *, hostname: str, port: int, username: str, sock: Any = None, **_: Any) -> None:
-        """Connect and log in; HostError if that cannot be."""
+        """Connect and log in.
+
+        Raises:
+            HostError: that failed; has the cause and the cure.
+        """
         import paramiko
 
         self.host, self.port, self.user = hostname, port, username
@@ -166,7 +169,7 @@ class Client:
         return self._transport is not None and bool(self._transport.remote_version)
 
     def _no_proxy(self, proxy: _Proxy, found: str) -> HostError:
-        """Say that nobody greets at the other end of the ProxyCommand, and what it says of that."""
+        """Return the error for a ProxyCommand that led to no SSH server, with the last line that it wrote."""
         said = proxy.last_words()
         cure = f"see what this does here, which ~/.ssh/config has for {self.original}: {self.proxy_command}"
         return self.problem(found + (f" ({said})" if said else ""), cure=cure)
@@ -183,18 +186,18 @@ class Client:
         failed: dict[str, OSError] = {}
         for number, address in enumerate(addresses):
             try:
-                # One that does not answer leaves the others their share of the time.
+                # Divide the time, so that an address that does not answer leaves some for the others.
                 return _connected(address, clock.left_s() / (len(addresses) - number))
             except OSError as error:
                 failed[address[4][0]] = error
         raise self._unreached(failed) from next(iter(failed.values()))
 
     def _unreached(self, failed: Mapping[str, OSError]) -> HostError | TimeIsUpError:
-        """What to say of a name none of whose addresses took a connection; `failed`: address → why."""
+        """Return the error for a host none of whose addresses accepted a connection; `failed` is address → error."""
         refused = [each for each, error in failed.items() if isinstance(error, ConnectionRefusedError)]
         silent = [each for each, error in failed.items() if isinstance(error, TimeoutError)]
         if silent and not refused:
-            return TimeIsUpError()  # it says more than what a host without IPv6 says of the other addresses
+            return TimeIsUpError()  # tells more than the errors of IPv6 addresses on a machine without IPv6
         words = {each: "no answer" if each in silent else str(failed[each].strerror) for each in failed}
         is_one = len(set(words.values())) == 1
         order = dict.fromkeys((*refused, *silent, *failed))
@@ -217,13 +220,12 @@ class Client:
         alias = self._config.get("hostkeyalias")
         name = alias or hostkeys.host_pattern(self.host, self.port)
         known = hostkeys.lookup(files, name)
-        # As ssh does: a key known without the port will do, but does not make another one a changed one.
+        # As ssh does: a key known without the port is accepted, but another key then counts as unknown, not as changed.
         hints = known or ([] if alias else hostkeys.lookup(files, self.host.lower()))
         options = transport.get_security_options()
         options.key_types = hostkeys.preferred_key_types(options.key_types, hints)
-        options.ciphers = sorted(
-            options.ciphers, key=lambda cipher: "gcm" not in cipher
-        )  # 2 x aes-ctr + hmac
+        # GCM first: it is twice as fast as AES-CTR with an HMAC.
+        options.ciphers = sorted(options.ciphers, key=lambda cipher: "gcm" not in cipher)
         transport.banner_timeout = transport.handshake_timeout = clock.left_s()
         try:
             transport.start_client(timeout=clock.left_s())
@@ -286,7 +288,7 @@ class Client:
                 except identity.IdentityError as error:
                     if own is not None and candidate.file == Path(own).expanduser():
                         raise
-                    passed_over = passed_over or error  # as ssh does: another key may do
+                    passed_over = passed_over or error  # as ssh does: another key may be accepted
                     continue
                 tried.append(candidate.label)
                 transport.auth_timeout = clock.left_s()
@@ -332,12 +334,13 @@ class Client:
         import paramiko
 
         named = [Path(os.path.expanduser(file)) for file in self._config.get("identityfile", [])]  # noqa: PTH111
-        named = [file for file in named if file.is_file()]  # ssh passes over those that are not there
+        named = [file for file in named if file.is_file()]  # ssh skips missing files
         own = self._settings.target.identity_file
         if own is not None and not self._jump:
             identity.check_file(Path(own).expanduser())
             named.insert(0, Path(own).expanduser())
-        with contextlib.suppress(paramiko.SSHException, OSError):  # an agent that does not answer is none
+        # An agent that does not answer counts as none.
+        with contextlib.suppress(paramiko.SSHException, OSError):
             self._agent = paramiko.Agent()
         return identity.candidates(
             named=list(dict.fromkeys(named)),
@@ -349,7 +352,7 @@ class Client:
         )
 
     def open_sftp(self) -> paramiko.SFTPClient:
-        """A new SFTP session."""
+        """Open an SFTP session."""
         import paramiko
 
         assert self._transport is not None
@@ -369,10 +372,10 @@ class Client:
 
 
 class _Proxy:
-    """A ProxyCommand, run by the user's shell as ssh does: it may have a ~ or a variable in it."""
+    """A running ProxyCommand. As in ssh, the user's shell runs it, since it may contain ~ or variables."""
 
     def __init__(self, command: str) -> None:
-        """Start it; `socket` leads to its stdin and stdout, and ends when it does."""
+        """Start the command; `socket` is connected to its stdin and stdout, and ends when the command does."""
         self.socket, far = socket.socketpair()
         argv = [os.environ.get("SHELL") or "/bin/sh", "-c", f"exec {command}"]
         try:
@@ -384,7 +387,7 @@ class _Proxy:
             self.socket.close()
             raise
         self._lines: collections.deque[bytes] = collections.deque(maxlen=4)
-        # Nobody reading stderr would stop it once the pipe is full.
+        # If stderr were not read, the command would block once the pipe is full.
         self._thread = threading.Thread(target=self._read_stderr, name="proxy-stderr", daemon=True)
         self._thread.start()
 
@@ -398,25 +401,25 @@ class _Proxy:
 
     def last_words(self) -> str:
         """Return the last line that it wrote to stderr."""
-        self._thread.join(0.5)  # if it has ended, this is about to have been read
+        self._thread.join(0.5)  # if the command has ended, let the thread read the rest
         lines = list(self._lines)
         return lines[-1].decode("utf-8", "replace").strip() if lines else ""
 
     def close(self) -> None:
-        """End it."""
+        """End the command."""
         self.socket.close()
         self._process.terminate()
 
 
 def _connected(found: Any, timeout_s: float) -> socket.socket:
-    """A connection to one of the addresses that `_resolve` has found; OSError where there is none in time."""
+    """Connect to one of the addresses that `_resolve` returned; raise OSError if that fails or takes too long."""
     family, kind, protocol, _, address = found
     sock = socket.socket(family, kind, protocol)
     try:
         sock.settimeout(timeout_s)
         sock.connect(address)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a cut cable must not take TCP's 15 minutes to show
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # else TCP takes 15 minutes to notice a cut cable
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
     except BaseException:
         sock.close()
@@ -425,7 +428,7 @@ def _connected(found: Any, timeout_s: float) -> socket.socket:
 
 
 def _resolve(host: str, port: int, timeout_s: float) -> list[Any]:
-    """getaddrinfo, which has no timeout of its own."""
+    """Call getaddrinfo in a thread, since it has no timeout of its own."""
     found: list[Any] = []
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""The user's ~/.ssh/config, as paramiko can read it: with what it includes, which paramiko passes over."""
+"""Reads ~/.ssh/config for paramiko, with Include directives resolved, which paramiko ignores."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ _MAX_DEPTH = 16  # ssh's own
 
 
 class ConfigError(KitError):
-    """A configuration file of ssh is not right; the message names it."""
+    """A configuration file of ssh has an error or cannot be read; the message names the file."""
 
 
 def read(home: Path, host: str = "", known: Mapping[str, Any] | None = None) -> paramiko.SSHConfig:
-    """The user's and the system's configuration; the first value found for a host counts, as in ssh.
+    """Read the user's and the system's configuration; as in ssh, the first value found for a host counts.
 
-    What is `known` of a host that is not None counts before that, as what ssh is given as options does.
+    Args:
+        home: the user's home folder.
+        host: the host that `known` is about.
+        known: options (``User``, ``Port``) that take precedence, as ssh's command line does; None values are left out.
+
+    Raises:
+        ConfigError: a file has an error or cannot be read.
     """
     import paramiko
 
@@ -46,10 +52,10 @@ def read(home: Path, host: str = "", known: Mapping[str, Any] | None = None) -> 
 
 
 def text(file: Path) -> str:
-    """A user's configuration file with what it includes in its place.
+    """Return the text of a configuration file with its included files in place.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: a file cannot be read.
     """
     try:
         return "\n".join(_lines(file, file.parent, 0))
@@ -70,14 +76,14 @@ def _lines(file: Path, base: Path, depth: int) -> Iterator[str]:
             yield line
             continue
         for pattern in _words(keyword.group(2), f"{file}: {line.strip()}"):
-            # As below, Path.expanduser raises for a user that does not exist: of him there is no file.
+            # Not Path.expanduser, which raises for a user that does not exist; such a file simply does not exist.
             for found in sorted(glob.glob(str(base / os.path.expanduser(pattern)))):  # noqa: PTH111, PTH207
                 yield from _lines(Path(found), base, depth + 1)
-        yield block  # what follows belongs to it again
+        yield block  # the lines after the Include belong to this block again
 
 
 def known_hosts_files(config: Mapping[str, Any], extra: str | None, home: Path) -> list[Path]:
-    """Every file that may know a host; ~/.ssh/known_hosts, where new keys are put, is always one."""
+    """Return all known_hosts files that ssh would read, and `extra`; ~/.ssh/known_hosts is always among them."""
     files = [home / ".ssh/known_hosts", home / ".ssh/known_hosts2"]
     if extra is not None:
         files.insert(0, Path(extra).expanduser())
@@ -98,5 +104,5 @@ def _words(text: str, where: str) -> list[str]:
 
 
 def quoted(path: str | Path) -> str:
-    """Quote a file's name for ssh's configuration syntax, which also applies to ``-o``."""
+    """Quote a file name in the syntax of ssh's configuration, which also applies to ``-o``."""
     return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'

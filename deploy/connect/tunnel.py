@@ -1,4 +1,4 @@
-"""A port of this machine's loopback that leads to one of a host's, through the SSH connection that is there."""
+"""Port forwarding: a port on this machine's loopback that leads to one on a host, over an open SSH connection."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ _BYTES = 1 << 16
 
 
 class Tunnel:
-    """Open until `close`; the host refuses a connection, and the next one is tried all the same."""
+    """A forwarded port, open until `close`; a connection that the host refuses does not end it."""
 
     def __init__(self, connection: SshConnection, *, here: int, there: int) -> None:
-        """Listen.
+        """Listen on the port `here` (0: a free one), and forward connections to the port `there` on the host.
 
         Raises:
-            OSError: the port `here` is taken; 0 is one that is free.
+            OSError: the port `here` is in use.
         """
         self._connection = connection
         self._there = there
         self._open: set[Any] = set()
         self.refused: HostError | None = None
-        """Why the host would not let a connection through, if it does not forward at all."""
+        """The last error because of which the host forwards nothing; None if there was none."""
         listener = socket.create_server(("127.0.0.1", here))
         self.port: int = listener.getsockname()[1]
         self._acceptor = Acceptor(listener, self._lead, name="tunnel")
 
     def close(self) -> None:
-        """End it, and what goes through it."""
+        """Stop listening, and close all forwarded connections."""
         self._acceptor.close()
         for end in list(self._open):
             end.close()
 
-    def _lead(self, own: socket.socket, address: str, proven: Callable[[], None]) -> None:  # noqa: ARG002  # it is ours
-        proven()  # whoever is logged in here may
+    def _lead(self, own: socket.socket, address: str, proven: Callable[[], None]) -> None:  # noqa: ARG002
+        """Forward one connection, until both ends have closed it; its address is always local."""
+        proven()  # every user of this machine may connect
         try:
             channel = self._connection.to_port(self._there)
         except ConnectionRefusedError:
@@ -63,7 +64,7 @@ class Tunnel:
 
 
 def _pump(source: Any, sink: Any) -> None:
-    """Sockets and channels have the same methods."""
+    """Copy bytes until the source ends; sockets and paramiko's channels have the same methods."""
     with contextlib.suppress(OSError, EOFError):
         while data := source.recv(_BYTES):
             sink.sendall(data)
