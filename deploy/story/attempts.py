@@ -1,4 +1,4 @@
-"""The attempts of a run, and when it was up, by its events (docs/events.md); pure."""
+"""Derives the attempts of a run, and when it was up, from its events (docs/events.md); pure."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from nodekit.deploy.records.events import Event
 
 @dataclass(frozen=True)
 class Attempt:
-    """One meeting of the nodes, and the training after it."""
+    """One attempt: a rendezvous of the nodes, and the training after it."""
 
     attempt: str
     """``GENERATION.ROUND``."""
     generation: int
     members: tuple[str, ...]
     world_size: int
-    """Number of ranks; 0 where nobody said."""
+    """The number of ranks; 0 if unknown."""
     started: float
-    """When the nodes had met."""
+    """When the rendezvous was complete, in seconds since 1970, like all times here."""
     ran_at: float | None
-    """When its ranks were started; None: none is known to have been."""
+    """When its ranks were started; None if no start is known."""
     first_step_time: float | None
-    """When the first step was told; None: it came to none."""
+    """When its first step was reported; None if none was."""
     first_step: int | None
     last_step: int | None
-    """The last one that any rank has told of."""
+    """The last step that any rank reported."""
     resumed_at: int | None
-    """The step that it went on from, where that is known."""
+    """The step of the snapshot that it resumed from, if known."""
     ended: float | None
-    """None: it is running."""
+    """None if it is running."""
     trained_until: float
-    """When its last step was done, as far as can be told: a job that hangs, or waits for a lost node, does none."""
+    """When its last step was done, as far as known: a job that hangs, or waits for a lost node, does no steps."""
     redone_steps: int
-    """Steps that had been done before."""
+    """The number of steps that an earlier attempt had done already."""
     why: str
     """Why it ended."""
     steps: tuple[tuple[float, int], ...] = ()
-    """When which step was known to be done, in order."""
+    """Pairs (time, step) at which steps were known to be done, in order."""
 
     @property
     def trained_s(self) -> float:
@@ -52,20 +52,20 @@ class Attempt:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Its mean rate, with all that was between the steps."""
+        """The mean number of steps per second, pauses between steps included; None if unknown."""
         if self.first_step is None or self.last_step is None or self.trained_s <= 0:
             return None
         return (self.last_step - self.first_step) / self.trained_s or None
 
 
 def has_told_steps(attempts: Iterable[Attempt]) -> bool:
-    """Whether any step was ever told: a script that writes no progress file tells none, however far it trains."""
+    """Whether any step was ever reported; a script that writes no progress file reports none, however far it trains."""
     return any(each.first_step_time is not None for each in attempts)
 
 
 @dataclass
 class Session:
-    """A time in which the run was up."""
+    """A period in which the run was up: from a start of the run to its end."""
 
     start: float
     end: float
@@ -74,13 +74,13 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether it ended, and how that was is known."""
+        """Whether the session has ended, and its outcome is known."""
         return bool(self.state)
 
 
 @dataclass
 class _Try:
-    """What is known of an attempt while the events are read."""
+    """An attempt under construction, while the events are read."""
 
     name: str
     started: float = math.inf
@@ -95,14 +95,14 @@ class _Try:
     ends: dict[str, float] = dataclasses.field(default_factory=dict)
     """node → when its ranks had ended."""
     heard: dict[str, float] = dataclasses.field(default_factory=dict)
-    """node → when it last said something while its ranks ran."""
+    """node → the time of its last event while its ranks ran."""
     troubled: float = math.inf
-    """The first sign that it ends."""
+    """The time of the first failure or loss, which will end the attempt."""
     why: str = ""
     end_why: str = ""
-    """What its agents say in the end: less than what happened before."""
+    """Why it ended according to the agents at its end; used only without `why`, which says more."""
     why_by: str = ""
-    """The node that said `why`, where that is an agent's."""
+    """The node whose agent reported `why`, if one did."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -110,13 +110,13 @@ class _Try:
 
 
 def order(attempt: str) -> tuple[int, int]:
-    """By which attempts are sorted."""
+    """Return the sort key of an attempt's name: its generation and its round."""
     generation, _, number = attempt.partition(".")
     return (int(generation) if generation.isdecimal() else 0, int(number) if number.isdecimal() else 0)
 
 
 def read_sessions(events: Sequence[Event], now: float) -> list[Session]:
-    """When the run was up: from each start to its end; `events` in the order of time."""
+    """Return a run's sessions, from events in the order of time; a session that has not ended lasts until `now`."""
     starts = [event.time for event in of_kind(events, "run-started")]
     if not starts:
         starts = [events[0].time if events else now]
@@ -125,12 +125,12 @@ def read_sessions(events: Sequence[Event], now: float) -> list[Session]:
     for start, until in zip(starts, [*starts[1:], math.inf], strict=True):
         inside = [event for event in events if start <= event.time < until]
         if ends := of_kind(inside, "run-ended"):
-            # Whoever sees it end writes that down; under Slurm, the later one knows who has cancelled the job.
+            # Several processes may record the end; under Slurm, the last of them knows who cancelled the job.
             last = ends[-1]
             session = Session(start, ends[0].time, str(last.get("state")), str(last.get("verdict") or ""))
-            # Where nobody watched, the end is written down when somebody looks again, which may be days later.
+            # Without a supervisor the end is recorded at the next kit command, perhaps days later.
             session.end = min(session.end, max(start, _all_ended(inside)))
-        elif until < math.inf:  # whoever supervised it was lost too
+        elif until < math.inf:  # its supervisor was lost before it could record the end
             session = Session(start, inside[-1].time if inside else start, "failed")
         else:
             session = Session(start, max(start, now))
@@ -139,12 +139,12 @@ def read_sessions(events: Sequence[Event], now: float) -> list[Session]:
 
 
 def session_of(sessions: Sequence[Session], time: float) -> int:
-    """Which of them a moment is in."""
+    """Return the index of the session that a time is in."""
     return max(0, bisect.bisect_right([each.start for each in sessions], time) - 1)
 
 
 def read_attempts(events: Sequence[Event], sessions: Sequence[Session]) -> list[Attempt]:
-    """All attempts, in their order."""
+    """Return all attempts, in their order."""
     tries = _read_tries(events)
     found: list[Attempt] = []
     done = 0  # the highest step so far
@@ -166,7 +166,7 @@ def read_attempts(events: Sequence[Event], sessions: Sequence[Session]) -> list[
         known: list[tuple[float, int]] = []
         if first_time is not None:
             first_time = min(max(first_time, tried.started), limit)
-            # Attempts do not overlap, whatever the nodes' clocks say.
+            # Attempts cannot overlap, even if the nodes' clocks differ.
             first_time = max([first_time, *(each.trained_until for each in found[-1:])])
             stop = max(stop, first_time)
             is_good = is_last and (not session.is_over or session.state in ("succeeded", "stopped"))
@@ -208,15 +208,15 @@ def read_attempts(events: Sequence[Event], sessions: Sequence[Session]) -> list[
 def _ended(
     tried: _Try, members: Sequence[str], session: Session, limit: float, *, is_last: bool
 ) -> float | None:
-    """When an attempt ended; None while it goes on."""
+    """Return when an attempt ended; None if it is running."""
     ended: float | None
     if is_last and not session.is_over and not all(name in tried.ends for name in members):
-        # A failure on one node ends the attempt on all of them; the others are about to say so.
+        # A failure on one node ends the attempt on all nodes; the others will report that soon.
         ended = tried.troubled if tried.troubled < math.inf else None
     elif tried.ends:
         is_whole = is_last and session.state == "succeeded"
         ended = max(tried.ends.values()) if is_whole else min(tried.ends.values())
-    else:  # all its nodes were lost without a word
+    else:  # all its nodes were lost, and reported no end
         ended = min(limit, tried.troubled, max(tried.heard.values(), default=math.inf))
     return None if ended is None else min(max(ended, tried.started), limit)
 
@@ -252,7 +252,7 @@ def _read_tries(events: Sequence[Event]) -> list[_Try]:
                 tried.ends.setdefault(event.node, event.time)
             if event.kind not in ("membership", "hang"):
                 del latest[event.node]
-            # A node that is cut off says that the rendezvous host is lost: those that have lost the node know better.
+            # A node that is cut off reports that the rendezvous host is lost. The nodes that miss it know better.
             if not tried.why or (event.kind == "membership" and tried.why_by in names_of(event.get("names"))):
                 tried.why, tried.why_by = _why(event), event.node
     return sorted(tries.values(), key=lambda each: each.order)
@@ -284,14 +284,14 @@ def _read(tried: _Try, event: Event) -> None:
             tried.troubled = min(tried.troubled, event.time)
             tried.end_why = tried.end_why or text_of(event.get("why"))
     if event.kind in ("first-step", "sample", "evaluation") and is_number(step):
-        if tried.first is None:  # its own word of it is lost
+        if tried.first is None:  # its first-step event is lost
             tried.first = (event.time, int(step))
         if not tried.steps or step > tried.steps[-1][1]:
             tried.steps.append((event.time, int(step)))
 
 
 def _last_step_time(tried: _Try, first_time: float, stop: float) -> float:
-    """When the last step was done, of an attempt that was cut off: its samples tell how fast it was until then."""
+    """Estimate when an attempt that was cut short did its last step, by the step rate of its samples."""
     known = [(time, step) for time, step in tried.steps if first_time <= time <= stop]
     if tried.last_step is None or len(known) < 2:
         return stop
@@ -302,7 +302,7 @@ def _last_step_time(tried: _Try, first_time: float, stop: float) -> float:
 
 
 def _all_ended(events: Sequence[Event]) -> float:
-    """When the last agent ended, if all that were started have; else never."""
+    """Return when the last agent ended; infinity if one has not ended."""
     last: dict[str, Event] = {}
     for event in events:
         if event.node and event.kind in ("agent-started", "agent-ended"):
@@ -313,7 +313,7 @@ def _all_ended(events: Sequence[Event]) -> float:
 
 
 def _why(event: Event) -> str:
-    """Why an attempt ended, by what a node said then."""
+    """Return why an attempt ended according to one event of a node; "" if the event does not say."""
     match event.kind:
         case "worker-failed":
             said = text_of(event.get("error")).strip().splitlines() or ["it wrote nothing"]
@@ -330,33 +330,33 @@ def _why(event: Event) -> str:
 
 
 def _is_secondary(failure: Event) -> bool:
-    """Whether a rank only failed because another was lost."""
+    """Whether a rank failed only because it lost another rank."""
     exitcode = failure.get("exitcode")
     return is_secondary(text_of(failure.get("error")), int(exitcode) if is_number(exitcode) else 1)
 
 
 def text_of(value: object) -> str:
-    """A text, as far as it is one."""
+    """Return the value if it is a string, else "" (the field of an event may hold anything)."""
     return value if isinstance(value, str) else ""
 
 
 def names_of(value: object) -> list[str]:
-    """A list of names, as far as it is one."""
+    """Return the strings of the value if it is a list, else []."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return []
     return [each for each in value if isinstance(each, str)]
 
 
 def mapping_of(value: object) -> Mapping[str, Any]:
-    """A mapping, as far as it is one."""
+    """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def is_number(value: object) -> bool:
-    """Whether it is one, and finite."""
+    """Whether the value is a finite number, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
-    """Those of some kinds."""
+    """Return the events of some kinds."""
     return [event for event in events if event.kind in kinds]

@@ -1,4 +1,4 @@
-"""What a known cause of a failure is, and cures that several have."""
+"""The classes of known causes of failures, and cures that several causes share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cause:
-    """A known cause."""
+    """A known cause of a failure, with its cure."""
 
     name: str
-    """Short, for tables: ``cuda-out-of-memory``."""
+    """A short name for tables, like ``cuda-out-of-memory``."""
     what: str
     """What happened, in a sentence."""
     cure: str
@@ -21,19 +21,19 @@ class Cause:
 
 @dataclass(frozen=True)
 class Known:
-    """A cause, and what is said where it is one."""
+    """A cause that is recognised by a pattern in an error's text."""
 
     name: str
     pattern: re.Pattern[str]
     what: str | Callable[[Mapping[str, str]], str]
-    """May name groups of the pattern."""
+    """What happened; may use the pattern's groups, as ``{group}``."""
     cure: str
 
 
 def known(
     name: str, pattern: str, what: str | Callable[[Mapping[str, str]], str], cure: str, *, flags: int = 0
 ) -> Known:
-    """Return a cause with the pattern that it is known by; `what` may use the pattern's groups."""
+    """Return a cause that is recognised by `pattern`, a regular expression; `what` may use its groups."""
     return Known(name, re.compile(pattern, re.DOTALL | flags), what, cure)
 
 

@@ -1,7 +1,7 @@
-"""Known causes of failures, each with a cure, recognised by what a rank or the kernel said. Pure.
+"""Known causes of failures, each with a cure, recognised in the output of a rank or of the kernel. Pure.
 
 A cause is found in the message of an exception (not in the lines of code above it), in the last lines of a log, in
-how the process ended, and in the kernel's own lines. Those that say most come first.
+the exit status of the process, and in the kernel's log. The most specific causes come first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BY_SLURM_STATE: Mapping[str, Cause] = {
         "Ask for more with slurm.mem_gb, or use less: fewer DataLoader workers",
     ),
 }
-"""By the state of a job that Slurm has ended."""
+"""State of a job that Slurm ended → cause."""
 
 # The order is that of precedence.
 _BY_WORDS = (
@@ -153,8 +153,8 @@ _BY_SIGNAL = {
         "kit up goes on from the newest snapshot",
     ),
 }
-# What a rank says whose DataLoader worker was killed, when it was just reading from it; "" where even its own
-# traceback was broken off, by the handler that tells of the worker's end.
+# The error of a rank that was reading from a DataLoader worker when that was killed; "" if its traceback was cut short
+# by the handler that reports the worker's end.
 _LOST_PIPE = re.compile(r"ConnectionResetError|ConnectionRefusedError|EOFError|BrokenPipeError|$")
 _LOST_WORKER = Cause(
     "dataloader-worker-killed",
@@ -171,7 +171,7 @@ NODE_LOST_MEANWHILE = Cause(
     _WENT_AWAY,
     f"{_SEE_TO_NODE}; a job that goes on takes it back when it answers again (under Slurm, when the job is requeued)",
 )
-"""The same while the run goes on."""
+"""The cause for a node that was lost while the run goes on."""
 TOO_FEW_NODES = Cause(
     "too-few-nodes",
     "fewer nodes are left than the job needs (nodes: in the inventory; all, where it does not say)",
@@ -195,18 +195,18 @@ _WRONG_USAGE = Cause(
 
 
 def recognise(error: str, exitcode: int = 1, kernel: Sequence[str] = ()) -> Cause | None:
-    """The known cause of a failure; None: it is the user's own, or new.
+    """Return the known cause of a failure; None if it is an error of the user's script, or unknown.
 
     Args:
-        error: the last words of a rank, or any other text that tells of a failure.
-        exitcode: how it ended, negative for a signal.
-        kernel: the kernel's lines about it.
+        error: the error of a rank, or another text that describes a failure.
+        exitcode: of the rank, negative for a signal.
+        kernel: lines of the kernel's log about its process.
     """
     number = signal_of(exitcode)
     said = "\n".join(kernel)
     by_kernel = _first(_BY_KERNEL, said)
     if number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL):
-        # Nothing that it said before can be of this: it was not asked.
+        # The signal ends a process at once, so its output cannot be about that.
         last = _first(_BY_WORDS, error) if number == signal.SIGBUS else None
         return by_kernel or last or _BY_SIGNAL[signal.Signals(number)]
     message = message_of(error)
@@ -232,7 +232,7 @@ def recognise(error: str, exitcode: int = 1, kernel: Sequence[str] = ()) -> Caus
 
 
 def signal_of(exitcode: int) -> int:
-    """The signal that ended a process, or what it had started for it (a shell's 128 + N); 0: none."""
+    """Return the signal that ended a process, or a child whose status it passed on (a shell's 128 + N); 0 for none."""
     if exitcode < 0:
         return -exitcode
     return exitcode - 128 if exitcode - 128 in (s.value for s in _BY_SIGNAL) else 0
@@ -260,7 +260,7 @@ _DETAILS = {
 
 
 def _details(text: str) -> dict[str, str]:
-    """Numbers and names that make a sentence more telling."""
+    """Return the values in an error's text that sentences may use; "" for those that are not there."""
     found = {}
     for key, pattern in _DETAILS.items():
         match = re.search(pattern, text)

@@ -1,4 +1,4 @@
-"""Known causes of failures, by what a rank has said: those that say most come first. Pure."""
+"""Known causes of failures that are recognised in a rank's error, the most specific first. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells a run's events (docs/events.md) in sentences for people. Pure."""
+"""Describes a run's events (docs/events.md) in sentences for the user. Pure."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from nodekit.deploy.output.wording import count, duration, names
 from nodekit.deploy.records.events import Event
 
 SAID_S = 2.0
-"""So long what all nodes say of an attempt is waited for once it has made its first step: they say it each second."""
+"""How long after an attempt's first step to wait for the reports of all its nodes, which come each second."""
 COMING_S = 10.0
-"""For so long after a node was reached, started or called nothing more is told of its way into the job."""
+"""How long after a node was reached, started or called no further steps of its joining are described."""
 
 
 class Narrator:
-    """Remembers what it has told, so that an event that several nodes wrote down is told once."""
+    """Turns events into sentences, and remembers them, so that an event recorded by several nodes is described once."""
 
     def __init__(self) -> None:
-        """Nothing has happened yet."""
+        """Begin with no events."""
         self._told: set[Hashable] = set()
         self._started: float | None = None
         self._attempt = ""
         self._members: frozenset[str] = frozenset()
         self._entered: set[tuple[str, str | None]] = set()
-        """An attempt, and a node that has told that it is in it."""
+        """Pairs (attempt, node) of nodes that have reported the attempt's rendezvous."""
         self._been: set[str] = set()
         self._named_lost: set[str] = set()
         self._world_size = 0
         self._stayed: dict[object, dict[str | None, int]] = {}
-        """Attempt → node → how many of its ranks have kept their processes."""
+        """Attempt → node → the number of its ranks that kept their processes."""
         self._resuming: tuple[object, float, str] | None = None
-        """An attempt whose nodes have not all told that yet: since when it steps, and the sentence without that."""
+        """(attempt, time of its first step, sentence) while not all its nodes have reported that number."""
         self._drained: set[str] = set()
         self._came: dict[str | None, float] = {}
-        """Node → when it was last told that it is coming."""
+        """Node → when a sentence last said that it is joining, or was reached."""
         self._broke: float | None = None
         self._going_since = 0.0
         self._has_trained = False
@@ -44,30 +44,30 @@ class Narrator:
         self._best: float | None = None
 
     def tell(self, event: Event) -> list[str]:
-        """What to say of the next event: mostly nothing, for most are known from others.
+        """Return the sentences for the next event: mostly none, since other events have told the same.
 
         Args:
-            event: in the order in which they were written to the run's file, or in that of time.
+            event: the next one, in the order of the run's file or of time.
         """
         how: Callable[[Event], list[str]] | None = getattr(self, "_on_" + event.kind.replace("-", "_"), None)
         said = how(event) if how is not None else []
         return [*self._resumed_by(event), *said]
 
     def _once(self, *what: Hashable) -> bool:
-        """Whether this is the first time."""
+        """Whether this is the first call with these values."""
         if what in self._told:
             return False
         self._told.add(what)
         return True
 
     def _breaks(self, event: Event) -> None:
-        """What was under way is interrupted: from when on nothing is trained."""
-        if self._broke is None and event.time > self._going_since:  # an older one came in late
+        """Note that training was interrupted at this event, unless it was before."""
+        if self._broke is None and event.time > self._going_since:  # else an event from before arrived late
             self._broke = event.time
 
     @property
     def _leaving(self) -> str:
-        """The nodes that are drained and still in the round: that the others miss them is no loss; "" if none."""
+        """The drained nodes that are still in the round, in words; "" if none. The others will miss them: no loss."""
         return names(sorted(self._drained & self._members))
 
     def _reaches(self, event: Event) -> None:
@@ -84,7 +84,7 @@ class Narrator:
         return [f"the run starts on {number}"]
 
     def _comes(self, event: Event, text: str) -> list[str]:
-        """Tell once that a node is coming, not each step of it; what keeps it from coming is told by another event."""
+        """Return the text only once while a node joins, not for each step; failures to join have their own events."""
         told_s = event.time - self._came.get(event.about, -COMING_S)
         self._came[event.about] = event.time
         return [text] if told_s >= COMING_S else []
@@ -130,7 +130,7 @@ class Narrator:
         return [str(event.get("text"))] if event.get("text") else []
 
     def _on_run_ended(self, event: Event) -> list[str]:
-        if not self._once("run-ended", self._started):  # whoever sees it end writes that down
+        if not self._once("run-ended", self._started):  # several processes may record the end
             return []
         why = _first_line(event.get("verdict"))
         if event.get("state") == "stopped":
@@ -156,13 +156,13 @@ class Narrator:
         self._breaks(event)
         lost, waiting = int(event.get("lost") or 0), int(event.get("waiting") or 0)
         if not lost and (self._attempt, event.node) not in self._entered:
-            return []  # it pauses for those that have told already that they have come in
+            return []  # it pauses for nodes whose joining was described already
         who = event.get("names") or ()
-        # A node that misses most of the others is likelier cut off than they are lost.
+        # A node that misses most of the others is more likely cut off itself.
         is_alone = not self._leaving and 2 * lost > len(self._members) > 1
         key = ("membership", self._attempt, event.node if is_alone else "")
         if not self._once(*key) or ("cause", self._attempt) in self._told:
-            return []  # a node whose rank has failed leaves the round, and comes into the next
+            return []  # a node whose rank has failed leaves the round, and joins the next one
         if lost and self._leaving:
             return [f"{self._leaving} has left; the others re-rendezvous"]
         if is_alone:
@@ -211,7 +211,7 @@ class Narrator:
         self._broke, self._going_since = None, event.time
         attempt, saved = self._resumed
         is_resumed = attempt == event.get("attempt")
-        self._step = step  # what was told of later steps is done again
+        self._step = step  # later steps that were reported are done again
         if not self._has_trained and last == 0 and not is_resumed:
             self._has_trained = True
             ranks = f" with {count(self._world_size, 'rank')}" if self._world_size else ""
@@ -226,7 +226,7 @@ class Narrator:
         return earlier
 
     def _resumed_by(self, event: Event) -> list[str]:
-        """That training has resumed, once all nodes have told which ranks have kept their processes, or some do not."""
+        """Return that training resumed, once all nodes reported which ranks kept their process, or `SAID_S` passed."""
         if self._resuming is None:
             return []
         attempt, since, _ = self._resuming
@@ -235,7 +235,7 @@ class Narrator:
         return self._resumed_text() if is_over or not told or self._members <= told else []
 
     def _resumed_text(self) -> list[str]:
-        """The same, by what they have told."""
+        """Return that training resumed, and how many ranks kept their processes by the reports so far."""
         if self._resuming is None:
             return []
         (attempt, _, text), self._resuming = self._resuming, None
@@ -370,12 +370,12 @@ class Narrator:
 
 
 def out_of_the_job(node: str, why: str) -> str:
-    """Return that a node is out of the job because something of it is broken, and how it is used again."""
+    """Return a sentence that a broken node was drained, and how it can be used again after its repair."""
     return f"{node} is drained: {why}; after the repair, kit clean --forgive lets runs use it again"
 
 
 def metric(name: str, value: Any) -> str:
-    """A number of an evaluation, for people: an accuracy is a share."""
+    """Format a metric of an evaluation for the user; accuracies as percentages."""
     if not isinstance(value, int | float):
         return str(value)
     return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""What a run's time went into, by its events: training that counts, and what was lost to which cause; pure."""
+"""Divides a run's time into training that counts, and time lost by cause, from its events; pure."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from nodekit.deploy.story.attempts import (
 from nodekit.deploy.story.timeline import Span
 
 CAUSES = ("start", "restart", "redone", "snapshots", "waiting", "end")
-"""What the time that is lost goes into, see `Goodput`."""
+"""The causes of lost time, see `Goodput`."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What the run's time went into; `trained_s`, `untold_s` and all of `lost` add up to `total_s`.
+    """How a run's time was spent, in seconds; `trained_s`, `untold_s` and all of `lost` add up to `total_s`.
 
-    The causes: ``start`` (to the first step), ``restart`` (from a loss or failure to the next first step), ``redone``
-    (training steps again that had been done), ``snapshots`` (the training held up by them), ``waiting`` (nothing could
-    train for want of nodes), ``end`` (after the last step: last copies, and the farewell).
-    Where no step was ever told, ``start`` is until the ranks ran, and ``end`` begins when they have ended.
+    The causes: ``start`` (until the first step), ``restart`` (from a loss or failure to the next first step),
+    ``redone`` (steps that had been done before), ``snapshots`` (training paused for them), ``waiting`` (too few nodes
+    to train), ``end`` (after the last step: the last copies of snapshots, and shutting down).
+    If no step was ever reported, ``start`` lasts until the ranks run, and ``end`` begins when they have ended.
     """
 
     total_s: float
-    """While the run was up; time between a stop and going on is not the run's."""
+    """While the run was up; the time between a stop and resuming does not count."""
     trained_s: float
-    """That trained steps which count."""
+    """Spent on training steps that count."""
     untold_s: float
-    """In which ranks ran, of a run that never told a step: how much of it counts is not known."""
+    """While ranks ran that never reported a step: how much of it counts is unknown."""
     is_told: bool
-    """Whether it ever told a step."""
+    """Whether any step was ever reported."""
     lost: Mapping[str, float]
     """Cause → seconds."""
 
     @property
     def share(self) -> float | None:
-        """Of the time, what trained steps which count, 0 to 1; None: not known, since no step was ever told."""
+        """The share of the time spent on training steps that count, 0 to 1; None if no step was ever reported."""
         if not self.is_told:
             return None
         return self.trained_s / self.total_s if self.total_s > 0 else 0.0
@@ -59,7 +59,7 @@ def goodput(
     spans: Mapping[str, Sequence[Span]],
     min_nodes: int | None,
 ) -> Goodput:
-    """What the time went into; see `History.of` for `min_nodes`."""
+    """Return how a run's time was spent; see `History.of` for `min_nodes`."""
     return _Account(events, sessions, attempts, spans, min_nodes).goodput()
 
 
@@ -83,7 +83,7 @@ class _Account:
         self._quorumless = self._without_quorum()
 
     def goodput(self) -> Goodput:
-        """All of it."""
+        """Return how all of it was spent."""
         lost = dict.fromkeys(CAUSES, 0.0)
         trained = untold = total = 0.0
         done = 0
@@ -118,7 +118,7 @@ class _Account:
         return Goodput(total_s=total, trained_s=trained, untold_s=untold, is_told=is_told, lost=lost)
 
     def _redone_s(self, attempt: Attempt, done: int, begin: float, end: float) -> float:
-        """How long it took an attempt to get to where another had been before."""
+        """Return how many seconds of [begin, end] an attempt took to reach step `done`, which was done before."""
         if attempt.last_step is None or attempt.first_step is None or done < attempt.first_step:
             return 0.0
         if attempt.last_step <= done:
@@ -132,7 +132,7 @@ class _Account:
         return end - begin
 
     def _paused_s(self, attempt: Attempt, done: int) -> float:
-        """How long snapshots held up an attempt: all nodes are held up together, so the most of any of them."""
+        """Return how many seconds snapshots paused an attempt; all nodes pause together, so it is the greatest sum."""
         number = self._attempts.index(attempt)
         until = math.inf
         if number + 1 < len(self._attempts):
@@ -142,7 +142,7 @@ class _Account:
             bisect.bisect_left(self._snapshots, when, key=lambda event: event.time)
             for when in (attempt.started, until)
         )
-        # Of a run of weeks there are thousands, and as many attempts.
+        # Bisect, since a run of weeks has thousands of snapshots, and as many attempts.
         for event in self._snapshots[begin:end]:
             step, seconds = event.get("step"), event.get("pause_s")
             if is_number(seconds) and not (is_number(step) and step <= done):
@@ -150,7 +150,14 @@ class _Account:
         return max(paused.values(), default=0.0)
 
     def _waited(self, start: float, end: float, attempts: Sequence[Attempt], until: Attempt | None) -> float:
-        """Of a time in which nothing trained, how much was for want of nodes."""
+        """Return how many of the seconds from `start` to `end`, in which nothing trained, nodes were missing.
+
+        Args:
+            start: when training ended.
+            end: when it began again, in attempt `until`, or the session ended.
+            attempts: all of the session.
+            until: None if training did not begin again.
+        """
         if end <= start:
             return 0.0
         between = [each for each in attempts if start <= each.started <= end]
@@ -159,7 +166,7 @@ class _Account:
         before = [each for each in attempts if each.started < start]
         missing: list[tuple[float, float, int]] = [(*each, 0) for each in self._quorumless]
         for each in between or before[-1:]:
-            # Those that the next attempt had were waited for until they came; after the last, its own members are.
+            # The members of the next attempt were missing until they came; after the last attempt, its own members are.
             is_next = each in between
             limit = min(end, each.started) if is_next else end
             for name in each.members:

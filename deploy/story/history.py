@@ -1,4 +1,4 @@
-"""What a run's events (docs/events.md) add up to; pure."""
+"""Builds the history of a run from its events (docs/events.md); pure."""
 
 from __future__ import annotations
 
@@ -37,44 +37,44 @@ class Point:
 
 @dataclass(frozen=True)
 class History:
-    """A run so far."""
+    """The history of a run up to now; times are in seconds since 1970."""
 
     started: float
     ended: float | None
-    """None: it is running."""
+    """None if it is running."""
     state: str
     """starting, running, succeeded, failed, stopped."""
     verdict: str
     sessions: tuple[tuple[float, float], ...]
-    """From when to when the run was up: more than one if it was stopped, or failed, and went on."""
+    """(start, end) of each period in which the run was up; more than one if it was resumed."""
     attempts: tuple[Attempt, ...]
     spans: Mapping[str, tuple[Span, ...]]
-    """node → what it did, without gaps from when it was first heard of."""
+    """node → its states, without gaps from its first event on."""
     failures: tuple[Event, ...]
-    """Those of kind ``worker-failed``."""
+    """The events of kind ``worker-failed``."""
     snapshots: tuple[Event, ...]
     evaluations: tuple[Event, ...]
-    """Those that stand: what a redone step replaced is left out."""
+    """The evaluations that count: those of steps that were redone later are left out."""
     samples: Mapping[str, tuple[Event, ...]]
     step: int | None
-    """The last one that counts."""
+    """The last step of the last attempt that reported one."""
     total_steps: int | None
     restarts: int
-    """Attempts after a session's first."""
+    """The number of attempts that were not the first of a session."""
     best: Mapping[str, tuple[float, int]]
-    """metric → its best value, and at which step: the least of a loss or an error, else the most."""
+    """metric → (its best value, its step): the lowest value of a loss or an error, else the highest."""
     result: Mapping[str, Any]
-    """What the job said at its end, from ``output/result.json``."""
+    """The job's own result at its end, from ``output/result.json``."""
     goodput: Goodput
 
     @classmethod
     def of(cls, events: Sequence[Event], *, now: float, min_nodes: int | None = None) -> History:
-        """The history that some events tell.
+        """Build the history of one run.
 
         Args:
-            events: of one run, in the order of time.
-            now: seconds since 1970; a run that is going on goes on until then.
-            min_nodes: the fewest that the job needs; None: as many as it trained with next.
+            events: of the run, in the order of time.
+            now: in seconds since 1970; a running run lasts until then.
+            min_nodes: the fewest nodes that the job needs; None for as many as it trained with next.
         """
         finite = _by_the_last_clock([each for each in events if math.isfinite(each.time)])
         found = sorted(finite, key=lambda event: event.time)
@@ -118,7 +118,7 @@ class History:
         )
 
     def losses(self) -> list[Point]:
-        """The loss at each step that was sampled; redone steps replaced."""
+        """Return the loss at each sampled step; of redone steps, the last one's."""
         return standing(
             [
                 Point(each.get("step"), each.get("loss"), each.time, attempt.attempt)
@@ -129,7 +129,7 @@ class History:
         )
 
     def metric(self, name: str) -> list[Point]:
-        """A metric at each evaluation that stands."""
+        """Return the values of a metric in the evaluations that count."""
         return [
             Point(each.get("step"), each.get("metrics")[name], each.time, str(each.get("attempt")))
             for each in self.evaluations
@@ -143,7 +143,7 @@ class History:
         return list(dict.fromkeys(name for each in told for name, value in each.items() if is_number(value)))
 
     def speeds(self) -> list[Point]:
-        """Steps per second between two samples, at the second one's step; over time, redone steps too."""
+        """Return the steps per second between every two samples, at the second one's step, redone steps included."""
         found = []
         for attempt, told in self._told():
             known = [(each.time, int(each.get("step"))) for each in told if is_number(each.get("step"))]
@@ -153,7 +153,7 @@ class History:
         return found
 
     def _told(self) -> list[tuple[Attempt, Sequence[Event]]]:
-        """Each attempt with the samples of the node that speaks for it: rank 0's, or the first that has some."""
+        """Return each attempt with the samples of rank 0's node, or of the first node that has some."""
         by_attempt: dict[str, dict[str, list[Event]]] = {}
         for node, samples in self.samples.items():
             for each in samples:
@@ -167,17 +167,17 @@ class History:
 
 
 def _by_the_last_clock(events: Sequence[Event]) -> list[Event]:
-    """The events, with those before a start that the clock was set back for as much earlier as it was set back."""
+    """Return the events by the clock of the last start: if it was set back, events before are moved by as much."""
     found: list[Event] = []
     for event, set_back_s in with_set_back(events):
-        if set_back_s:  # the last of them comes before this one
+        if set_back_s:  # plus 1 ms, so that all of them come before this one
             found = [replace(each, time=each.time - set_back_s - 1e-3) for each in found]
         found.append(event)
     return found
 
 
 def standing(attempts: Iterable[Sequence[Point]]) -> list[Point]:
-    """One curve of each attempt's points: what a later attempt did again replaces what was there."""
+    """Join the points of all attempts to one curve; steps that a later attempt redid replace the earlier ones."""
     curve: list[Point] = []
     for points in attempts:
         if points:
@@ -189,7 +189,7 @@ def standing(attempts: Iterable[Sequence[Point]]) -> list[Point]:
 
 
 def _standing_evaluations(events: Sequence[Event], attempts: Sequence[Attempt]) -> list[Event]:
-    """What a redone step replaced is taken out."""
+    """Return the evaluations without those of steps that were redone later."""
     all_of_them = of_kind(events, "evaluation")
     kept: list[Event] = []
     for attempt in attempts:

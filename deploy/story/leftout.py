@@ -1,6 +1,6 @@
-"""What of the user's folder is not sent because .gitignore names it: when to say so, and how to tell that it is missed.
+"""Files of the code folder that are not sent because .gitignore names them: when to warn, and how a failure shows it.
 
-Data is often ignored: git is not for it. A script that then finds some of it missing may stop, or train another model.
+Data is often ignored by git. A script whose data is missing on the nodes may fail, or train a different model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nodekit.deploy.story.verdict import Verdict
 from nodekit.deploy.sync.listing import Tree
 from nodekit.deploy.sync.selection import IGNORE_FILE, Why, above, reasons
 
-LARGE_BYTES = 10_000_000
-MAX_ENTRIES, MAX_S = 20_000, 1.0  # of looking into ignored folders
-MAX_NAMED = 500
+LARGE_BYTES = 10_000_000  # from this size on, ignored files are always reported
+MAX_ENTRIES, MAX_S = 20_000, 1.0  # the most files, and seconds, for looking into ignored folders
+MAX_NAMED = 500  # the most paths on record
 _MAX_LINES = 4
-# What tools make anew wherever they run, and what is hidden: settings, and often secrets.
+# Files that tools create again wherever they run, and hidden files, which are settings and often secrets.
 _BY_PRODUCT = re.compile(r"\..*|__pycache__|node_modules|.*\.(pyc|pyo|egg-info|swp)|.*~")
 _MISSING = re.compile(
     r"No such file|[Nn]ot found|[Uu]nable to (?:find|open|load)|(?:does not|doesn't) exist|[Cc]annot (?:find|open)"
@@ -33,21 +33,21 @@ _MISSING = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """What is not sent."""
+    """The ignored files that are not sent."""
 
     why: Mapping[str, Why]
-    """Path → why; folders end with a slash, and stand for all that is in them."""
+    """Path → why it is ignored; a folder ends with a slash, and stands for all files in it."""
     num_files: int = 0
     size_bytes: int = 0
     is_all: bool = True
-    """Whether all was counted; else there is more."""
+    """Whether all files were counted; False if there may be more."""
     matters: bool = False
-    """Whether there is much of it, or some of it lies where the command looks."""
+    """Whether to warn: the files are large, or some are where the command looks."""
     lines: tuple[str, ...] = ()
-    """What to write into .kitignore, that which matters most first."""
+    """The lines for .kitignore that send them, the most important first."""
 
     def said(self) -> list[str]:
-        """A line for the user; none where it does not matter."""
+        """Return a warning for the user; [] if it does not matter."""
         if not self.matters:
             return []
         least = "" if self.is_all else "at least "
@@ -62,16 +62,16 @@ class LeftOut:
         ]
 
     def to_dict(self) -> dict[str, list[str]]:
-        """As a run's record has it: path → who ignores it, and the line that sends it."""
+        """Return the form in a run's record: path → [the file that ignores it, the line that sends it]."""
         return {path: list(why) for path, why in self.why.items()}
 
 
 def find(tree: Tree, argv: Sequence[str]) -> LeftOut:
-    """Tell what of a folder is not sent, and whether that matters to the command.
+    """Return which files of a folder are ignored, and whether that matters to the command.
 
     Args:
-        tree: what is sent.
-        argv: what a rank runs: files and folders that it names are where it looks.
+        tree: the files that are sent.
+        argv: the command of a rank; it is expected to look in the files and folders that it names.
     """
     root = str(tree.root)
     named = _named(root, argv)
@@ -87,7 +87,7 @@ def find(tree: Tree, argv: Sequence[str]) -> LeftOut:
     deadline, left, num_files = time.monotonic() + MAX_S, MAX_ENTRIES, 0
     for path in why:
         if any(f"{folder}/" in why for folder in above(path)):
-            continue  # its folder is told
+            continue  # its folder is listed
         before, size = num_files, 0
         for size_bytes in _sizes(root, path, tree):
             size, num_files, left = size + size_bytes, num_files + 1, left - 1
@@ -110,7 +110,7 @@ def find(tree: Tree, argv: Sequence[str]) -> LeftOut:
 
 
 def _named(root: str, argv: Sequence[str]) -> list[str]:
-    """What of the folder a command names, in its arguments or in their values."""
+    """Return the paths in the folder that a command names, as arguments or as the values of options."""
     words = [
         part for word in argv[1:] for part in (word, word.partition("=")[2]) if part and "\0" not in part
     ]
@@ -130,7 +130,7 @@ def _is_named(path: str, named: Sequence[str]) -> bool:
 
 
 def _touches(path: str, named: str) -> bool:
-    """Whether an ignored path is what the command names, or lies in it, or around it."""
+    """Whether an ignored path is the named one, or inside of it, or contains it."""
     return (named != "." and _is_below(path, named)) or f"{named}/".startswith(path)
 
 
@@ -143,7 +143,7 @@ def _is_by_product(path: str) -> bool:
 
 
 def _sizes(root: str, path: str, tree: Tree) -> Iterator[int]:
-    """The size of each file that is not sent; one link or a file that vanishes is none."""
+    """Yield the size of each unsent file at a path, without by-products, virtual environments and vanished files."""
     if not path.endswith("/"):
         try:
             yield os.lstat(f"{root}/{path}").st_size
@@ -165,12 +165,12 @@ def _sizes(root: str, path: str, tree: Tree) -> Iterator[int]:
 
 
 def explained(found: Verdict, left_out: Mapping[str, Sequence[str]], code_dirs: Mapping[str, str]) -> Verdict:
-    """A verdict, with the file that was left out as its cause where the first failure says that it is missing.
+    """Return the verdict, with an ignored file as its cause if the first failure says that this file is missing.
 
     Args:
         found: the verdict on a run.
-        left_out: what was, as `LeftOut.to_dict` has it.
-        code_dirs: node → where the code lies there.
+        left_out: the ignored files, as `LeftOut.to_dict` returns them.
+        code_dirs: node → the folder of the code there.
     """
     if found.first is None:
         return found
@@ -179,12 +179,12 @@ def explained(found: Verdict, left_out: Mapping[str, Sequence[str]], code_dirs: 
 
 
 def missed(error: str, left_out: Mapping[str, Sequence[str]], code_dir: str) -> Cause | None:
-    """The cause of a failure whose message says that a file is missing which was left out.
+    """Return the cause of a failure whose message says that an ignored file is missing; None for other failures.
 
     Args:
-        error: the last words of a rank.
-        left_out: what was, as `LeftOut.to_dict` has it.
-        code_dir: where the code lies on that node.
+        error: the error of a rank.
+        left_out: the ignored files, as `LeftOut.to_dict` returns them.
+        code_dir: the folder of the code on the rank's node.
     """
     for line in message_of(error).splitlines():
         if not _MISSING.search(line):

@@ -1,4 +1,4 @@
-"""Which nodes the attempts of a run have lost, and what has become of them, by the run's events. Pure."""
+"""Finds which nodes the attempts of a run lost, and what became of those nodes, from the run's events. Pure."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from nodekit.deploy.story.attempts import order, text_of
 
 @dataclass(frozen=True)
 class Loss:
-    """Nodes that an attempt has lost."""
+    """The nodes that an attempt lost."""
 
     attempt: str
     when: float
     nodes: Mapping[str, str]
-    """Each with a sentence on it."""
+    """Node → a sentence about its loss."""
 
 
 @dataclass
 class AttemptMembers:
-    """Who was in an attempt, from its rendezvous to the next one."""
+    """The members of an attempt, from its rendezvous to the next one."""
 
     begins: float
     members: frozenset[str]
     ends: float = float("inf")
     after: frozenset[str] | None = None
-    """The members of the next one, if there is one."""
+    """The members of the next attempt; None if there is none."""
     drained: bool = False
-    """Whether a member was drained meanwhile."""
+    """Whether a member was drained during the attempt."""
 
 
 def attempts_of(events: Sequence[Event]) -> dict[str, AttemptMembers]:
-    """All attempts, in their order."""
+    """Return attempt → its members, in the order of the attempts."""
     found: dict[str, AttemptMembers] = {}
     for event in events:
         if event.kind == "rendezvous":
@@ -57,7 +57,7 @@ def attempts_of(events: Sequence[Event]) -> dict[str, AttemptMembers]:
 
 
 def last_loss(events: Sequence[Event], attempts: Mapping[str, AttemptMembers]) -> Loss | None:
-    """The last attempt that has lost nodes, which its supervisor or the other nodes have missed."""
+    """Return the losses of the last attempt that lost nodes, by its supervisor or its other nodes; None if none did."""
     for attempt, each in reversed(list(attempts.items())):
         if lost := _lost_of(events, each):
             when = min(lost.values())
@@ -66,13 +66,13 @@ def last_loss(events: Sequence[Event], attempts: Mapping[str, AttemptMembers]) -
 
 
 def _lost_of(events: Sequence[Event], attempt: AttemptMembers) -> dict[str, float]:
-    """The members that an attempt has lost → since when; not those that left by themselves, or were drained."""
+    """Return lost member → since when; a member that left by itself, or was drained, is not lost."""
     during = [event for event in events if attempt.begins <= event.time < attempt.ends]
     left = {event.about for event in during if event.kind in ("drain", "agent-ended")}
     silent = {event.about: event.time for event in reversed(during) if event.kind == "unreachable"}
     again = {event.about: event.time for event in reversed(during) if event.kind == "agent-started"}
-    # A node that has lost all others is the one that is lost. And who has left the round already, to meet anew, is
-    # missed by the others as well: only whom all of them miss is lost.
+    # A node that misses all others is itself the lost one. And nodes that have left the round already, for the next
+    # rendezvous, are missed by the others, too: so only a node that all of them miss is lost.
     told = [
         event
         for event in during
@@ -94,7 +94,7 @@ def _lost_of(events: Sequence[Event], attempt: AttemptMembers) -> dict[str, floa
 
 
 def _sentence(events: Sequence[Event], name: str, when: float) -> str:
-    """That a node was lost, and what has become of it."""
+    """Return a sentence that a node was lost, and what became of it."""
 
     def clock(seconds: float) -> str:
         return time.strftime("%H:%M:%S", time.localtime(seconds))
@@ -111,5 +111,5 @@ def _sentence(events: Sequence[Event], name: str, when: float) -> str:
 
 
 def has_later(attempts: Mapping[str, AttemptMembers], attempt: tuple[int, int]) -> bool:
-    """Whether another attempt has begun after this one."""
+    """Whether another attempt has begun since this one."""
     return any(order(each) > attempt for each in attempts)

@@ -1,4 +1,4 @@
-"""What a run, and each of its nodes, does now: in one line for people, and for programs. Pure."""
+"""The present status of a run and its nodes, as lines for the user and as data for programs. Pure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from nodekit.deploy.output import terminal
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What `kit status` says of a run."""
+    """The status of a run, as `kit status` shows it."""
 
     state: str
     nodes: Mapping[str, str]
-    """Node → its line."""
+    """Node → its status line."""
     lines: Sequence[str] = ()
-    """What stands above the nodes."""
+    """Lines to show above the nodes."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """For programs: what `--json` has beyond the run's record."""
+    """What `--json` prints in addition to the run's record."""
 
 
 def absence(seen: NodeStatus) -> str:
-    """The state of a node whose agent does not run and has not ended with the run."""
+    """Return the state of a node whose agent is not running, and did not end with the run: gone or spare."""
     return "gone" if seen.get("agent") else "spare"
 
 
 def status_line(seen: NodeStatus, *, now: float) -> str:
-    """A node's status for people: state, then rank, attempt, progress, and how long ago that was."""
+    """Return a node's status line: its state, then its ranks, attempt and progress, and how old the progress is."""
     parts = [str(seen.get("state", "starting"))]
     if (first := seen.get("rank")) is not None:
         last = first + max(0, len(seen.get("workers", ())) - 1)

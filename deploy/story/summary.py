@@ -1,4 +1,4 @@
-"""What a run has come to, in a few numbers: kept beside its record, so that nobody reads all its events for a table."""
+"""A run's summary in a few numbers, cached beside its record, so that a table of runs need not read all events."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ VERSION = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in numbers; what is not known is None."""
+    """A run in numbers; unknown ones are None."""
 
     step: int | None = None
     total_steps: int | None = None
     best: dict[str, tuple[float, int | None]] = field(default_factory=dict)
-    """Metric → its best value, and at which step; without an evaluation what the job said at its end."""
+    """Metric → its best value and that value's step; without evaluations, the job's final result."""
     goodput: float | None = None
-    """Share of the time that trained steps which count; None as well where no step was ever told."""
+    """The share of the time spent on training steps that count, 0 to 1; None if no step was ever reported."""
     seconds: float | None = None
-    """How long it was up."""
+    """How long the run was up."""
     restarts: int | None = None
     world_size: int | None = None
-    """Ranks, in its last attempt."""
+    """The number of ranks in its last attempt."""
     guess: Guess | None = None
-    """How far it seems to be by what rank 0 printed (`deploy/agent/telemetry/guess.py`), where it told of no step."""
+    """Its progress as guessed from rank 0's output (`deploy/agent/telemetry/guess.py`), if no step was reported."""
     problem: str = ""
-    """Why nothing is known: its events cannot be read."""
+    """Why the events cannot be read, so that nothing is known; "" if they can."""
 
     @classmethod
     def of(cls, history: History) -> Summary:
-        """That of a history."""
+        """Return the summary of a history."""
         if not history.attempts:
             return cls(seconds=history.goodput.total_s)
         best: dict[str, tuple[float, int | None]] = dict(history.best)
@@ -61,15 +61,15 @@ class Summary:
 
     @property
     def headline(self) -> tuple[str, float] | None:
-        """The metric that says most, and its best value: the first one that is no loss."""
+        """The most telling metric and its best value: accuracy, else another that is no loss, else a loss."""
         names = sorted(self.best, key=lambda name: (is_least_best(name), name != "accuracy"))
         return (names[0], self.best[names[0]][0]) if names else None
 
 
 def summary(run: Run) -> Summary:
-    """That of a run, from what is on this machine.
+    """Return the summary of a run, from its files on this machine.
 
-    Once it has ended it is kept, with the size of the events file that it is of: one that has grown since is read anew.
+    Once the run has ended the summary is cached, with the size of the events file: if that differs, it is made again.
     """
     try:
         return _summary(run)
@@ -91,20 +91,20 @@ def _summary(run: Run) -> Summary:
         found = replace(found, guess=guess_now(run))
     if run.state in runs.ENDED:
         data = {"version": VERSION, "events_bytes": size_bytes, "summary": asdict(found)}
-        with contextlib.suppress(OSError):  # a full disk, or a record that is only to be read
+        with contextlib.suppress(OSError):  # the disk may be full, or the record read-only
             write_private(str(run.folder / FILE), json.dumps(data).encode())
         return found
     return replace(found, step=_step_now(run) or found.step)
 
 
 def guess_now(run: Run) -> Guess | None:
-    """How far a run seems to be that tells no step, as it was last heard of."""
+    """Return the last guess at the progress of a run that reports no steps; None if there is none."""
     said = [each for each in events.now(run.folder).values() if each.get("guess")]
     return max(said, key=lambda each: float(each.get("time") or 0.0))["guess"] if said else None
 
 
 def _step_now(run: Run) -> int | None:
-    """That of the least advanced node, as it was last heard of: samples are minutes apart in a long run."""
+    """Return the step of the least advanced node by its last status, which is newer than the samples of a long run."""
     said = [
         str(each.get("progress") or "")
         for each in events.now(run.folder).values()
@@ -114,7 +114,7 @@ def _step_now(run: Run) -> int | None:
 
 
 def _load(run: Run, size_bytes: int) -> Summary | None:
-    """The one that was kept, if it is of this many bytes of events; None where it is damaged: it is made anew."""
+    """Return the cached summary if it belongs to an events file of this size; None if not, or if it is damaged."""
     try:
         kept = json.loads(read(str(run.folder / FILE)))
         if (kept["version"], kept["events_bytes"]) != (VERSION, size_bytes):

@@ -1,4 +1,4 @@
-"""Where each node of a run was: training, starting, waiting or away, by the run's events; pure."""
+"""Derives the timeline of each node (starting, waiting, training, away, ended) from a run's events; pure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from nodekit.deploy.story.attempts import Attempt, Session, has_told_steps, name
 
 @dataclass(frozen=True)
 class Span:
-    """What a node did for a while."""
+    """A period during which a node was in one state."""
 
     start: float
     end: float
     state: str
-    """starting, waiting, training, away, ended; running in place of training where the run never told a step."""
+    """starting, waiting, training, away, ended; if the run never reported a step, running in place of training."""
     why: str = ""
 
 
 def spans_by_node(
     events: Sequence[Event], sessions: Sequence[Session], attempts: Sequence[Attempt]
 ) -> dict[str, tuple[Span, ...]]:
-    """Node → what it did, without gaps from when it was first heard of."""
+    """Return node → its spans, without gaps from its first event on."""
     own: dict[str, list[Event]] = {name: [] for name in nodes_of(events, attempts)}
     for event in events:
         if event.kind == "run-started":
@@ -38,7 +38,7 @@ def spans_by_node(
 
 
 def nodes_of(events: Sequence[Event], attempts: Iterable[Attempt]) -> list[str]:
-    """All that had a part in it, rank 0's first as far as that is known."""
+    """Return the names of all nodes that took part in a run, in the order of starts, attempts and events."""
     named: list[str] = []
     for event in of_kind(events, "run-started"):
         named += names_of(event.get("nodes"))
@@ -51,7 +51,7 @@ def nodes_of(events: Sequence[Event], attempts: Iterable[Attempt]) -> list[str]:
 def _spans_of(
     name: str, events: Sequence[Event], sessions: Sequence[Session], every: Sequence[Attempt]
 ) -> tuple[Span, ...]:
-    """What one node did; `events` are those that are about it."""
+    """Return the spans of one node; `events` are those about it."""
     marks: list[tuple[float, str, str]] = []
     for session in sessions:
         if session.is_over:
@@ -78,9 +78,10 @@ def _spans_of(
 
 
 def _mark(event: Event, attempts: Mapping[str, Attempt], is_done: str) -> tuple[str, str] | None:
-    """What an event says of the state of the node it is about, if anything."""
+    """Return the (state, why) that begins for an event's node with that event; None if none does."""
 
-    def is_in_one() -> bool:  # asked of few events: a run of weeks has thousands of attempts
+    # Called for few kinds of events, since a run of weeks has thousands of attempts.
+    def is_in_one() -> bool:
         return any(
             each.started <= event.time < (math.inf if each.ended is None else each.ended)
             for each in attempts.values()
@@ -110,7 +111,7 @@ def _mark(event: Event, attempts: Mapping[str, Attempt], is_done: str) -> tuple[
 
 
 def _merged(marks: Sequence[tuple[float, str, str]], *, until: float) -> tuple[Span, ...]:
-    """Spans from the times at which a state began."""
+    """Turn the (time, state, why) at which each state began into spans; the last one ends at `until`."""
     spans: list[Span] = []
     for number, (time, state, why) in enumerate(marks):
         end = marks[number + 1][0] if number + 1 < len(marks) else max(until, time)

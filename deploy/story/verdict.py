@@ -1,4 +1,4 @@
-"""How a run ended, and why: the first cause, by what all nodes said. Pure."""
+"""Determines how a run ended and why: the first cause, from what all nodes reported. Pure."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ _SUMMARY_WIDTH = 100
 
 @dataclass(frozen=True)
 class Told:
-    """What one node has told, for the verdict."""
+    """What one node has reported, as input for the verdict."""
 
     state: str = ""
-    """Empty for a spare, which never had an agent."""
+    """The agent's last state; "" for a spare, which never had an agent."""
     failures: tuple[Failure, ...] = ()
     message: str = ""
     cause: str = ""
-    """Why its agent ended, where that is known (`EndCause`)."""
+    """Why its agent ended, if known (`EndCause`)."""
     cure: str = ""
-    """What its agent has said to do about it."""
+    """What to do about that, according to its agent."""
     no_progress: bool = False
-    """It was restarted, and that brought nothing."""
+    """Whether restarts brought no progress."""
     notice: str = ""
-    """What the user was told of already."""
+    """The last notice of its agent, which the user has seen."""
     silent_since: float = 0.0
-    """Since when it is unreachable; 0: it is reachable."""
+    """Since when the node is unreachable, in seconds since 1970; 0 if it is reachable."""
     attempt: str = ""
-    """The last one it took part in."""
+    """The last attempt that it took part in."""
     ranks: tuple[int, ...] = ()
-    """Its ranks there."""
+    """Its ranks in that attempt."""
     ended: tuple[int, ...] = ()
-    """Those of them that have ended well."""
+    """Those of its ranks that have ended with status 0."""
     address: str = ""
-    """By which the others reach it."""
+    """The address by which the other nodes reach it."""
 
     @property
     def outcome(self) -> str:
-        """How the node ended, ``gone`` for an agent that ended without a word."""
+        """How the node ended; ``gone`` if its agent reported no end."""
         return self.state if self.state in ENDED else "gone"
 
 
@@ -68,30 +68,30 @@ class Verdict:
 
     outcome: Outcome
     text: str
-    """In a line; what follows below it is in the other fields."""
+    """The verdict in one line; the details are in the other fields."""
     no_progress: bool = False
     without: tuple[str, ...] = ()
-    """Nodes that were not there at the end."""
+    """Nodes that were not in the job at its end."""
     may_go_on: tuple[str, ...] = ()
-    """Nodes that could not be told of the end, and may be training together."""
+    """Unreachable nodes that do not know of the end, and may be training together."""
     first: Failure | None = None
-    """What began it, where a rank did."""
+    """The first failure, if a rank's failure was the cause."""
     cause: Cause | None = None
-    """The known cause that this is."""
+    """The known cause, if there is one."""
     others: str = ""
-    """What it did to the other ranks."""
+    """What became of the other ranks, in words."""
     notes: tuple[str, ...] = ()
-    """What else the nodes said."""
+    """What else the nodes reported, one line each."""
     awaited: tuple[tuple[int, str], ...] = ()
-    """Who did not come while all others waited, where these named them: rank and node; `first` gave up first."""
+    """(rank, node) of the ranks that did not join a collective, if the others named them; `first` timed out first."""
     when: float = 0.0
-    """When what went wrong in a run that goes on began; 0: not known, or it is over."""
+    """In a running run: when the last failure or loss began; 0 if unknown, or if the run has ended."""
     is_recovered: bool = False
-    """Whether a run that goes on has begun another attempt since."""
+    """In a running run: whether another attempt has begun since."""
 
     @property
     def summary(self) -> str:
-        """One line for tables: who, and what."""
+        """The verdict in one line for tables: which rank or node, and the cause."""
         text = self.text.partition("\n")[0]
         if self.first is None:
             return text
@@ -99,7 +99,7 @@ class Verdict:
         return _cut(f"{text}: {said}" if said else text, _SUMMARY_WIDTH)
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the fields that ``--json`` prints."""
         return {
             "outcome": self.outcome,
             "summary": self.summary,
@@ -119,12 +119,19 @@ class Verdict:
 def verdict(
     nodes: Mapping[str, Told], *, max_restarts: int, also: str = "", because: Cause | None = None
 ) -> Verdict:
-    """How it ended, by what all nodes said; pure. `also` is the supervisor's own reason, `because` its cause."""
+    """Return how a run ended, from what all nodes reported; pure.
+
+    Args:
+        nodes: node → its report.
+        max_restarts: of the inventory.
+        also: the reason for which the supervisor ended the run, if it did.
+        because: the known cause of that reason.
+    """
     outcomes = {name: told.outcome for name, told in nodes.items()}
     gone = [name for name, outcome in outcomes.items() if outcome == "gone"]
     if any(outcome == "succeeded" for outcome in outcomes.values()) and "failed" not in outcomes.values():
         last = {told.attempt for told in nodes.values() if told.outcome == "succeeded"}
-        # One that waited for the others' end was there, though it was stopped before it had heard of that.
+        # A node whose ranks had all ended well took part to the end, though it was stopped before it knew of the end.
         without = [
             name
             for name, told in nodes.items()
@@ -164,15 +171,15 @@ def explain(
     notes: Sequence[str] = (),
     lost: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """What ended the last attempt in which something failed, whatever became of the run after it.
+    """Return why the last attempt with a failure or loss ended, whatever became of the run afterwards.
 
     Args:
-        nodes: what each has told.
-        max_restarts: the inventory's.
-        also: the supervisor's own reason.
-        notes: what else the nodes said.
-        lost: of a run that goes on, the nodes that this attempt has lost, each with a sentence on it; None for a run
-            that is over, whose nodes without a final state are gone.
+        nodes: node → its report.
+        max_restarts: of the inventory.
+        also: the reason for which the supervisor ended the run, if it did.
+        notes: what else the nodes reported.
+        lost: for a running run, node that the attempt lost → a sentence about that; None for a run that has ended,
+            in which every node without a final state counts as lost.
     """
     no_progress = any(told.no_progress for told in nodes.values())
     gone = list(lost) if lost is not None else [n for n, told in nodes.items() if told.outcome == "gone"]
@@ -182,7 +189,7 @@ def explain(
     first = first_cause(attempt)
     hints = tuple(dict.fromkeys(told.notice for told in nodes.values() if told.notice))
     if gone and all(blames_another(failure) or is_network(failure) for failure in attempt):
-        # Who has lost its peer speaks of the network; that the peer is gone is what it means.
+        # Ranks that lose a peer report a network error; the cause is that the peer's node is gone.
         words = [nodes[name].message.strip().splitlines() for name in gone if not nodes[name].cure]
         notes = [*(line for lines in words for line in lines[-6:]), *notes]
         text = "; ".join(lost[name] if lost else _lost(name, nodes[name]) for name in gone)
@@ -219,13 +226,13 @@ def explain(
 
 
 def _last_attempt(nodes: Mapping[str, Told], failures: Sequence[Failure]) -> tuple[int, int]:
-    """The last that any node took part in, or any rank failed in."""
+    """Return the last attempt that a node took part in, or that a rank failed in."""
     told = [node.attempt for node in nodes.values()] + [failure.attempt for failure in failures]
     return max(map(order, told), default=(0, 0))
 
 
 def _who(first: Failure, absent: Sequence[tuple[int, str]]) -> str:
-    """Who began it; `absent`: the ranks, each with its node, that did not come while all others waited."""
+    """Return, in words, which rank failed first; `absent` are the (rank, node) that the other ranks waited for."""
     who, how = f"rank {first.rank} on {first.node}", how_it_ended(first.exitcode)
     if absent:
         names = ", ".join(f"rank {rank}" + (f" on {node}" if node else "") for rank, node in absent)
@@ -247,17 +254,17 @@ def _lost(name: str, told: Told) -> str:
 
 
 def _cause_of_loss(nodes: Mapping[str, Told]) -> Cause:
-    """Why nodes are gone: what one has said of itself, if one has."""
+    """Return the cause of lost nodes: what one of them reported about itself, else that it went away."""
     told = next((told for told in nodes.values() if told.outcome == "gone" and told.cure), None)
     return Cause("node-unfit", told.message, told.cure) if told else NODE_LOST
 
 
 def _others(first: Failure, attempt: Sequence[Failure], num_well: int) -> str:
-    """What became of the other ranks, and how soon; `num_well` of them had ended well."""
+    """Return, in words, what became of the other ranks, and how soon; `num_well` of them had ended with status 0."""
     well = f"{num_well} other rank{'' if num_well == 1 else 's'} had ended well" if num_well else ""
     if (number := first.world_size - 1 - num_well) <= 0:
         return well
-    # A rank is counted once, whatever the number of processes that spoke for it.
+    # Count a rank once, even if several of its processes reported a failure.
     others = {each.rank: each for each in attempt if each is not first and each.rank != first.rank}
     alike = [each for each in others.values() if _kind(each) == _kind(first)]
     same = [each for each in alike if blames_another(each) == blames_another(first)]
@@ -291,20 +298,20 @@ def _others(first: Failure, attempt: Sequence[Failure], num_well: int) -> str:
 
 
 def _spoken_of(first: Failure, nodes: Mapping[str, Told]) -> list[str]:
-    """Whose the addresses are that a rank speaks of: torch names no nodes."""
+    """Return notes on which nodes the IP addresses in an error belong to, since torch names no nodes."""
     names: dict[str, list[str]] = {}
     for name, told in nodes.items():
         names.setdefault(told.address, []).append(name)
     return [
         f"{address}, of which it speaks, is {those[0]}"
         for address, those in names.items()
-        if address and len(those) == 1 and those[0] != first.node  # nodes of one host share theirs
+        if address and len(those) == 1 and those[0] != first.node  # nodes of one host share an address
         if re.search(rf"(?<![\w.:]){re.escape(address)}(?![\w.])", first.error)
     ]
 
 
 def _echoes(attempt: Sequence[Failure], nodes: str) -> str:
-    """What the ranks of other nodes said when some nodes were lost."""
+    """Return, in words, how many ranks of other nodes failed because they lost some nodes."""
     if not attempt:
         return ""
     whose = "rank" if len(attempt) == 1 else "ranks"
@@ -313,7 +320,7 @@ def _echoes(attempt: Sequence[Failure], nodes: str) -> str:
 
 
 def _failed_too(first: Failure, attempt: Sequence[Failure]) -> list[str]:
-    """Those that failed by themselves in another way: they may be another cause, or only untidy."""
+    """Return notes on the first two ranks that failed in another way: a second cause, or an unclean exit."""
     if blames_another(first):
         return []
     others = [
@@ -336,7 +343,7 @@ def _within(first: Failure, others: Sequence[Failure]) -> str:
 
 
 def _kind(failure: Failure) -> tuple[int, str]:
-    """What two failures of one kind have in common: the exception's type, and its words where that says little."""
+    """Return a key that failures of one kind share: the exception's type, with its text if the type is generic."""
     line = _message_lines(failure)[0]
     name = re.match(r"[\w.]+(?=:|$)", line) if failure.error else None
     if name and name[0].endswith(("RuntimeError", "BackendError", "NetworkError", "StoreError")):
@@ -349,7 +356,7 @@ def _message_lines(failure: Failure) -> list[str]:
 
 
 def _last_line(failure: Failure) -> str:
-    """The line that names the exception."""
+    """Return the line of a failure that names the exception."""
     lines = _message_lines(failure)
     return lines[0] if failure.error.startswith("Traceback") else lines[-1]
 
@@ -362,7 +369,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def told_in(events: Sequence[Event]) -> dict[str, Told]:
-    """What each node has told since the run was started the last time, from the run's events."""
+    """Return node → what it has reported since the run's last start, from the run's events."""
     told: dict[str, dict[str, Any]] = {}
     for event in events[_last_start(events) :]:
         if (name := event.about) is None:
@@ -393,7 +400,7 @@ def told_in(events: Sequence[Event]) -> dict[str, Told]:
         elif event.kind == "hang" and event.get("line"):
             node["notice"] = event.get("line")
         elif event.kind == "node-state" and event.get("state"):
-            # An agent that was killed has told no end; what it was last seen doing is no final state.
+            # For an agent that was killed, and reported no end: its last observed state, which is no final one.
             node.setdefault("state", event.get("state"))
         elif event.kind in ("unreachable", "reached"):
             node["silent_since"] = event.time if event.kind == "unreachable" else 0.0
@@ -405,12 +412,12 @@ def told_in(events: Sequence[Event]) -> dict[str, Told]:
 
 
 def _last_start(events: Sequence[Event]) -> int:
-    """The index of the event from which on the run is told of."""
+    """Return the index of the event of the run's last start."""
     return max((number for number, event in enumerate(events) if event.kind == "run-started"), default=0)
 
 
 def failure_of(event: Event) -> Failure:
-    """A rank's failure as its node's agent wrote it down, as far as what it wrote makes sense."""
+    """Return the failure in a ``worker-failed`` event; fields of a wrong type get a default."""
     return Failure.of(event.node or "?", event.fields, when=event.time)
 
 
@@ -422,14 +429,14 @@ def verdict_of(
     reason: str,
     known: Mapping[str, str] | None = None,
 ) -> Verdict | None:
-    """The verdict on a run, from its events alone; None while nothing has failed and it is not over.
+    """Return the verdict on a run from its events; None if it is running, and nothing has failed.
 
     Args:
         events: of the run.
-        max_restarts: the inventory's.
-        state: the run's.
-        reason: what is on record as its end.
-        known: the cause on record (`Run.cause`); an old record has none.
+        max_restarts: of the inventory.
+        state: of the run.
+        reason: the recorded verdict (`Run.verdict`).
+        known: the recorded cause (`Run.cause`); None in old records.
     """
     nodes = told_in(events)
     if state in ENDED:
@@ -437,7 +444,7 @@ def verdict_of(
         if found.outcome == state and (state != "failed" or found.first or reason in ("", found.summary)):
             return found
         if state == "failed":
-            # It was the supervisor's decision, or Slurm's: more than the nodes know.
+            # The supervisor or Slurm ended the run, for a reason that the nodes do not know.
             cause = Cause(**known) if known else recognise(reason, 0)
             return Verdict(
                 "failed", reason, cause=cause, notes=tuple(n for n in found.notes if n not in reason)
@@ -450,14 +457,14 @@ def verdict_of(
 
 
 def _of_a_run_that_goes_on(events: Sequence[Event], nodes: Mapping[str, Told]) -> Verdict | None:
-    """The last thing that went wrong, however long ago it was: ranks that failed, nodes that were lost, or both."""
+    """Return a verdict on the last failure or loss of nodes in a running run, however old; None if there is none."""
     attempts = attempts_of(events)
     drained = {attempt for attempt in attempts if attempts[attempt].drained}
     failures = [
         failure
         for told in nodes.values()
         for failure in told.failures
-        # Ranks that lose one that leaves since its node is drained have not failed.
+        # Ranks that lose a rank of a node that is being drained have not failed.
         if not (failure.attempt in drained and (blames_another(failure) or is_network(failure)))
     ]
     loss = last_loss(events, attempts)
@@ -475,7 +482,7 @@ def _of_a_run_that_goes_on(events: Sequence[Event], nodes: Mapping[str, Told]) -
         return replace(explain(told, lost=loss.nodes), when=loss.when, is_recovered=is_recovered)
     if last is None:
         return None
-    meant = set(failures)  # of weeks there may be some ten thousand
+    meant = set(failures)  # a run of weeks may have ten thousand
     told = {
         name: replace(node, attempt="", failures=tuple(each for each in node.failures if each in meant))
         for name, node in nodes.items()
