@@ -1,4 +1,4 @@
-"""Runs on the hosts of an inventory: over SSH, or on this machine."""
+"""The backend for runs on the hosts of an inventory, over SSH or on this machine."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ UNWATCHED = "ended while nobody watched"
 
 
 class SshBackend:
-    """See `deploy/backend.py`."""
+    """The backend of inventories without a slurm section; see `Backend` in `deploy/backend.py`."""
 
     poll_s = 0.1
 
     def up(self, inventory: Inventory, options: Options) -> int:
-        """Bring the job of an inventory to where it runs, and watch it; the exit status."""
+        """Start the job of an inventory, resume it or attach to it, and watch it; return the exit status."""
         if options.sweep:
             raise KitError(
                 f"{inventory.path}: --sweep submits to Slurm's queue, and this inventory has no slurm section"
             )
-        # Late: only what is to start needs all checks and the plan, half of what `kit status` would have to import.
+        # Import late: only a start needs the checks and the plan, which would double the imports of `kit status`.
         from nodekit.deploy.launch import start
 
         if options.dry_run:
             return _dry_run(inventory, options)
         if options.detach:
-            # Who supervises it then has nobody to ask for a passphrase: that shows before anything is started.
+            # The background supervisor cannot ask for a passphrase, so fail now, before anything is started.
             options = dataclasses.replace(options, ssh=dataclasses.replace(options.ssh, may_ask=False))
         with contextlib.ExitStack() as stack:
             interrupts = stack.enter_context(Interrupts())
@@ -78,11 +78,12 @@ class SshBackend:
                         return 0
                 attached = client is not None
                 is_led = client is not None and locks.is_supervised(client.run)
-                if options.metrics is not None and not is_led:  # else that one may serve them there
+                # With a supervisor, that process may be the one that uses the port.
+                if options.metrics is not None and not is_led:
                     metrics_port.check(options.metrics)
                 shown: dict[str, dict[str, int]] = {}
                 if client is None:
-                    # A run that was stopped or failed goes on; one that trained to its end is done.
+                    # Resume a run that was stopped or failed; after one that succeeded, start a new run.
                     resumed = run if run is not None and run.state != "succeeded" else None
                     client = start.start(stack, inventory, resumed, options, interrupts=interrupts)
                     shown = _earlier_logs(client) if resumed and not options.detach else {}
@@ -105,20 +106,20 @@ class SshBackend:
             )
 
     def supervise(self, run: Run, options: Options) -> int:
-        """What `kit up -d` leaves running: supervise a run without a user who looks; the exit status."""
+        """Supervise a run in the background, for `kit up -d`; return the exit status."""
         inventory = restore(run.inventory)
-        # It has no terminal that could be closed. No SIG_IGN: the agents of this machine would inherit that.
+        # Outlive the terminal. A handler, not SIG_IGN, which the agents on this machine would inherit.
         signal.signal(signal.SIGHUP, lambda *_: None)
         with Interrupts() as interrupts:
-            interrupts.hold()  # `watch` says what one does that comes now
+            interrupts.hold()  # `watch` handles an interrupt that comes before
             lock = SupervisorLock(run)
-            lock.acquire()  # before hosts are waited for: meanwhile, nobody else would say that it is looked after
+            lock.acquire()  # before connecting, which may take long: until then the run counts as unsupervised
             with cluster.channels(inventory.hosts, options.ssh, some=True) as channels:
                 client = NodeClient(run, inventory, channels)
                 return launch_watch.watch(client, options, is_asked=False, interrupts=interrupts, lock=lock)
 
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
-        """Show a run until it ends or the user leaves; the exit status is that of `kit up`, 0 where the user left."""
+        """Show a run until it ends or the user leaves; return the exit status of `kit up`, or 0 if the user left."""
         inventory = restore(run.inventory)
         hosts = {host.name: host for host in inventory.hosts}
         rules = Rules.of(inventory)
@@ -167,12 +168,12 @@ class SshBackend:
             return launch_watch.conclude(run, channels, verdict)
 
     def status(self, run: Run, ssh: SshOptions) -> Status:
-        """What a run and each of its nodes does; of a node that cannot be reached, what was last heard of it."""
+        """Return the status of a run and its nodes; for an unreachable node, its last known status."""
         with cluster.channels(restore(run.inventory).hosts, ssh, some=True) as channels:
             found = _statuses(run, channels)
         is_starting = locks.is_starting(run)
         is_watched = is_starting or locks.is_held(locks.supervisor_lock(run))
-        state = run.as_recorded().state  # by now
+        state = run.as_recorded().state  # it may have changed since
         if state not in runs.ENDED and not is_watched:
             if _end_of(run, found) == "succeeded":
                 state = "trained to the end while nobody watched"
@@ -199,13 +200,13 @@ class SshBackend:
         for name in run.nodes:
             if (status := found.get(name)) is not None:
                 out = ""
-                if not status["alive"] and is_starting:
-                    status["state"] = lines[name] = "starting"  # the rest is of an earlier start
+                if not status["alive"] and is_starting:  # the rest of the status is from an earlier start
+                    status["state"] = lines[name] = "starting"
                     continue
                 if not status["alive"] and status.get("state") not in runs.ENDED:
                     out = drain.line(drained, name)
                     status["state"] = "drained" if out else "not started" if is_unstarted else absence(status)
-                # By the node's clock, as what it says of itself.
+                # The times in a status are by the node's clock, so take the present by that clock, too.
                 lines[name] = out or status_line(status, now=time.time() + run.clock_offsets.get(name, 0.0))
                 continue
             lines[name] = "unreachable"
@@ -215,23 +216,23 @@ class SshBackend:
         return Status(state=state, lines=said, nodes=lines, data={"state": state, "status": data})
 
     def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:
-        """The record of who supervises a run, and its events in the order of time."""
+        """Return the run's record, and its events in the order of time."""
         return run, events.read(run.folder)
 
     def rules(self, run: Run, node: str) -> Rules:
-        """What its supervisor goes by."""
+        """Return the rules of the run's supervisor."""
         return Rules.of(restore(run.inventory))
 
     def down(self, run: Run, options: StopOptions) -> int:
-        """Stop a run everywhere; the exit status is 1 when a node could not be asked.
+        """Stop a run on all nodes; return 1 if a node may not have stopped, else 0.
 
-        Where nodes are `lost`, the run may go on without them; one that answers, and could not be stopped, is not.
+        With `options.lost`, unreachable nodes count as off; a node that answers, and cannot be stopped, does not.
         """
         inventory = restore(run.inventory)
         run.say_stop("kit down")
         with cluster.channels(inventory.hosts, options.ssh, some=True) as channels:
             client = NodeClient(run, inventory, channels)
-            # Before it stops anything: what has not ended by then is stopped by this.
+            # Find out before stopping anything whether the run has ended by itself.
             ended = None if locks.is_supervised(run) else _end_of(run, _statuses(run, channels))
             results = client.stop_all(force=options.force)
             _gather_unwatched(client)
@@ -240,7 +241,7 @@ class SshBackend:
             )
             clean = not stopping.unheard(run, results, lost=options.lost)
             with contextlib.suppress(KitError):
-                run.reload()  # whoever supervised it may have seen its end, and why
+                run.reload()  # its supervisor may have recorded the end and its cause meanwhile
             if run.state not in runs.ENDED and clean:
                 with told_of_a_full_disk(print):
                     if ended is None or ended == "stopped":
@@ -256,23 +257,23 @@ class SshBackend:
         return 0 if clean else 1
 
     def sweep_status(self, members: list[Run], ssh: SshOptions, *, as_json: bool) -> int:
-        """There is none: `up` refuses them."""
+        """Never called: `up` refuses sweeps."""
         raise NotImplementedError
 
     def sweep_down(self, members: list[Run], options: StopOptions) -> int:
-        """There is none: `up` refuses them."""
+        """Never called: `up` refuses sweeps."""
         raise NotImplementedError
 
     def still_there(self, run: Run, channels: Mapping[str, HostChannel]) -> str:
-        """Nothing but agents."""
+        """Return "": nothing but the agents can be left of a run."""
         return ""
 
     def hosts(self, run: Run, *, spare: bool = False) -> dict[str, Host]:
-        """Each node's own."""
+        """Return node → its host, each node having its own; with `spare` also hosts that may join later."""
         return {host.name: host for host in restore(run.inventory).hosts if spare or host.name in run.nodes}
 
     def folders(self, run: Run) -> list[RunFolder]:
-        """Where the nodes of a run have it, and those that it has had."""
+        """Return the run's folders on its present and former nodes."""
         found = []
         for name, node in {**run.earlier, **run.nodes}.items():
             shared = node["env"]["NODEKIT_SNAPSHOT_DIR"] if "NODEKIT_SNAPSHOT_SHARED" in node["env"] else ""
@@ -281,27 +282,27 @@ class SshBackend:
         return found
 
     def record(self, run: Run, channels: Mapping[str, HostChannel]) -> Run:
-        """As it is on this machine."""
+        """Return the record on this machine, read again."""
         with contextlib.suppress(KitError):
             run.reload()
         return run
 
     def nodes_at(self, record: Run, host: str) -> list[str]:
-        """The one of that name, which the run has or may get."""
+        """Return the node of the same name, which the run has or may get."""
         return [host]
 
     def is_over(self, run: Run, channels: Mapping[str, HostChannel], *, all_gone: bool) -> bool:
-        """By its record, as it was read last; or nobody is left to write there."""
+        """Whether the record has the run's end; or, if `all_gone`, no supervisor is left to record it."""
         with contextlib.suppress(KitError):
             run.reload()
         return run.state in runs.ENDED or (all_gone and not locks.is_supervised(run))
 
 
 class _OnlyWatches(SupervisorLock):
-    """Is never acquired: who has it never acts for the run."""
+    """A lock that is never acquired, so that its owner only watches, and never acts for the run."""
 
     def acquire(self) -> bool:
-        """No."""
+        """Return False."""
         return False
 
 
@@ -322,7 +323,7 @@ def _is_alive(run: Run, channels: Mapping[str, HostChannel]) -> bool:
 
 
 def _attach(stack: contextlib.ExitStack, run: Run, given: Inventory, options: Options) -> NodeClient | None:
-    """The client of a run on record as running; None when none of its agents is alive any more."""
+    """Return a client for a run recorded as running; if no agent of it is alive, record its end and return None."""
     inventory = restore(run.inventory)
     channels = stack.enter_context(cluster.channels(inventory.hosts, options.ssh, some=True))
     if locks.is_supervised(run) or _is_alive(run, channels):
@@ -337,7 +338,7 @@ def _attach(stack: contextlib.ExitStack, run: Run, given: Inventory, options: Op
 
 
 def _earlier_logs(client: NodeClient) -> dict[str, dict[str, int]]:
-    """Node → its logs of the run's earlier generations, which have been shown, and how long they are."""
+    """Return node → log → its size in bytes, for the logs of earlier generations, which were shown before."""
     run = client.run
     found = on_all(
         {name: channel for name, channel in client.channels.items() if name in run.nodes},
@@ -361,7 +362,7 @@ def _earlier_logs(client: NodeClient) -> dict[str, dict[str, int]]:
 
 
 def _statuses(run: Run, channels: Mapping[str, HostChannel]) -> dict[str, NodeStatus]:
-    """Each reachable node's status."""
+    """Return the status of each reachable node."""
     results = on_all(
         {name: channel for name, channel in channels.items() if name in run.nodes},
         lambda channel: channel.call(
@@ -372,7 +373,7 @@ def _statuses(run: Run, channels: Mapping[str, HostChannel]) -> dict[str, NodeSt
 
 
 def _settle(run: Run, channels: Mapping[str, HostChannel]) -> None:
-    """A run that is on record as running, and has no agent left: write down how it ended."""
+    """Record the end of a run that is recorded as running, and has no live agent."""
     found = _statuses(run, channels)
     outcome = _end_of(run, found) or "failed"
     if len(found) < len(run.nodes) and outcome != "succeeded":
@@ -387,14 +388,14 @@ def _settle(run: Run, channels: Mapping[str, HostChannel]) -> None:
 
 
 def _end_of(run: Run, found: Mapping[str, NodeStatus]) -> Outcome | None:
-    """How a run has ended, by what its nodes say; None where an agent is alive, or none tells."""
+    """Return how a run ended according to its nodes; None if an agent is alive, or no node knows."""
     states = policy.ended_states(map(seen_of, found.values()), run.generation)
     is_alive = any(status["alive"] for status in found.values())
     return policy.outcome_of(states) if states and not is_alive else None
 
 
 def _gather_unwatched(client: NodeClient) -> None:
-    """Have the events of a run whole that nobody supervises."""
+    """Fetch the missing events of a run that has no supervisor."""
     lock = SupervisorLock(client.run)
     if lock.acquire():
         client.gather_events(Gatherer(client.run.folder))
@@ -402,7 +403,7 @@ def _gather_unwatched(client: NodeClient) -> None:
 
 
 def _dry_run(inventory: Inventory, options: Options) -> int:
-    """Print exactly what would run, and run nothing."""
+    """Print what would run on each node, and start nothing."""
     from nodekit.deploy.launch import planning
     from nodekit.deploy.story import leftout
 
