@@ -1,4 +1,4 @@
-"""What the ranks of a run have written, fetched and shown.
+"""Shows and follows the ranks' output.
 
 A feature: it imports no other feature and parses no arguments.
 """

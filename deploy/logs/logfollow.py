@@ -1,4 +1,4 @@
-"""`kit logs -f`: the ranks' output as it comes, until the run is over and all is said."""
+"""`kit logs -f`: shows the ranks' output as it comes, until the run has ended and all of it is shown."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Followed:
-    """What is followed through one channel: one node, or under Slurm all."""
+    """The logs that are followed through one channel: those of one node, or under Slurm of all nodes."""
 
     name: str
     open: Callable[[], list[Source]]
-    """What is at the other end of the channel, which is opened again where it was lost; HostError."""
+    """Returns the logs behind the channel, which it opens again if it was lost; raises HostError."""
     node_dir: str | None
-    """Of the one node: once the agent there is gone, it is asked less often."""
+    """The node's folder, if there is one node: its logs are polled less often once its agent has ended."""
 
 
 class Follower:
-    """Prints lines as they come, until the run is over and all is said."""
+    """Prints lines as they come, until the run has ended and all lines are printed."""
 
     def __init__(
         self, reader: Reader, nodes: Sequence[str], offsets: Mapping[str, Mapping[str, int]]
     ) -> None:
-        """Go on from `offsets`, node by node."""
+        """Continue from `offsets`: node → log → the byte up to which it was printed."""
         self.lost: set[str] = set()
-        """What cannot be reached at the moment."""
+        """The names of those that are unreachable at present."""
         self._reader = reader
         self._at = {node: dict(each) for node, each in offsets.items()}
         self._gone: set[str] = set()
@@ -47,12 +47,13 @@ class Follower:
         self._lock = threading.Lock()
 
     def run(self, followed: Sequence[Followed], is_over: Callable[[bool], bool], *, poll_s: float) -> None:
-        """Follow until the run is over.
+        """Follow until the run has ended.
 
         Args:
-            followed: the nodes.
-            is_over: is asked every second, and told whether all agents are gone or out of reach.
-            poll_s: how often a node looks for new lines (`Backend.poll_s`).
+            followed: what to follow.
+            is_over: called every second; returns whether the run has ended, given whether all agents are gone or
+                unreachable.
+            poll_s: how often a host looks for new lines, in seconds (`Backend.poll_s`).
         """
         for each in followed:
             threading.Thread(target=self._follow, args=(each, poll_s), daemon=True).start()
@@ -60,7 +61,7 @@ class Follower:
             self._until(is_over, {each.name for each in followed})
         finally:
             with self._lock:
-                self._over.set()  # what is sent from now on is read below
+                self._over.set()  # lines that arrive from now on are dropped, and read again below
         self._take(0)
         self._reader.print(self._window.ready(float("inf")))
         rest = []
@@ -84,7 +85,7 @@ class Follower:
                     return
 
     def _take(self, timeout_s: float) -> None:
-        """What has come, waiting a moment for it."""
+        """Move the lines that have arrived to the window; wait up to `timeout_s` for the first."""
         try:
             self._window.add(
                 self._arrived.get(timeout=timeout_s or None, block=timeout_s > 0), time.monotonic()
@@ -106,7 +107,7 @@ class Follower:
                     self._gone.add(each.name)
             except HostError as error:
                 if self._over.is_set():
-                    return  # the channel is closed, for all is said
+                    return  # the run has ended, and the channel was closed
                 if each.name not in self.lost:
                     print(f"kit: {error}; trying again", file=sys.stderr, flush=True)
                 self.lost.add(each.name)

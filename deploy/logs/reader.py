@@ -1,4 +1,4 @@
-"""The lines of some nodes' logs, read page by page and printed in the order of time."""
+"""Reads the logs of several nodes page by page, and prints their lines in the order of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH_S = 0.1
 
 
 class _Pages:
-    """The lines of one source, in the order of time; the next page is fetched while one is read."""
+    """An iterator over the lines of one source, in the order of time; a thread fetches the next pages ahead."""
 
     def __init__(
         self, source: Source, wanted: Mapping[str, Any], *, offsets: Mapping[str, int], final: bool
@@ -46,14 +46,14 @@ class _Pages:
                 self._pages.put(lines_of(self.source, found["lines"]))
                 if not found["more"]:
                     break
-        except Exception as error:  # told by who reads
+        except Exception as error:  # reported by `Reader.read`
             self.error = error
         self._pages.put(None)
 
     def __iter__(self) -> Iterator[Line]:
         while True:
             try:
-                page = self._pages.get(timeout=0.2)  # a bare get would not let Ctrl-C through
+                page = self._pages.get(timeout=0.2)  # a get without a timeout would block Ctrl-C
             except queue.Empty:
                 continue
             if page is None:
@@ -62,10 +62,10 @@ class _Pages:
 
 
 class Reader:
-    """Prints the lines of some nodes."""
+    """Prints the selected lines of several nodes' logs."""
 
     def __init__(self, nodes: Sequence[str], wanted: Wanted, style: Style) -> None:
-        """Nothing happens yet; `nodes` are all there are, in their order."""
+        """Read nothing yet; `nodes` are all nodes that may have logs, in the order of their lines at equal times."""
         self.failed: set[str] = set()
         """Nodes whose lines could not all be read."""
         self.num_lines = 0
@@ -76,7 +76,7 @@ class Reader:
         self._last: list[str] | None = None
 
     def choose(self, sources: Sequence[Source]) -> None:
-        """Find out which attempts are meant."""
+        """Resolve the selected attempt (``last``, a generation) to those in the logs; call before `read`."""
         if not self._wanted.attempt:
             return
         there = [log["attempt"] for log in self._listing(sources)]
@@ -84,12 +84,12 @@ class Reader:
             self._attempts = pick_attempts(self._wanted.attempt, there)
 
     def other_ranks(self, sources: Sequence[Source]) -> list[int]:
-        """The ranks that have logs, where none of those that are wanted has."""
+        """Return the ranks that have logs, if ranks are selected and none of them has; else []."""
         there = {log["rank"] for log in self._listing(sources)} if self._wanted.ranks else set()
         return [] if there & {*self._wanted.ranks} else sorted(there)
 
     def _listing(self, sources: Sequence[Source]) -> list[dict[str, Any]]:
-        """The logs that there are."""
+        """Return the logs that exist."""
         from nodekit.deploy.connect.channel import on_all
 
         found = on_all({each.node: each for each in sources}, lambda each: each.call("listing"))
@@ -99,7 +99,7 @@ class Reader:
         return [log for result in found.values() if not isinstance(result, Exception) for log in result]
 
     def told(self, source: Source) -> dict[str, Any]:
-        """What a node is told of what is wanted."""
+        """Return the selection as arguments for a node's log reader."""
         return self._wanted.on_host(self._attempts, source.clock_offset)
 
     def read(
@@ -109,12 +109,12 @@ class Reader:
         offsets: Mapping[str, Mapping[str, int]] | None = None,
         final: bool = True,
     ) -> dict[str, dict[str, int]]:
-        """Print all there is; how far each node has been read.
+        """Print all lines; return node → log → the byte up to which it was read.
 
         Args:
-            sources: where.
-            offsets: node → how far it has been read already.
-            final: also a last line that has no end yet.
+            sources: the logs to read.
+            offsets: node → log → the byte to start at; None for the beginning.
+            final: whether to print a last line that has no line end yet.
         """
         order = {node: place for place, node in enumerate(self._nodes)}
         sources = sorted(sources, key=lambda each: order.get(each.node, len(order)))
@@ -136,7 +136,7 @@ class Reader:
         return {each.source.node: each.offsets for each in pages}
 
     def print(self, lines: Sequence[Line]) -> None:
-        """Print lines that stand in their order."""
+        """Print lines that are in order already."""
         if lines:
             self.num_lines += len(lines)
             print("\n".join(text for line in lines for text in self._style.shown(line)), flush=True)

@@ -1,4 +1,4 @@
-"""`kit logs`: what the ranks of a run have written, on all nodes, in the order of time."""
+"""`kit logs`: shows the output of a run's ranks on all nodes, in the order of time."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `kit logs` is asked for."""
+    """The options of `kit logs`."""
 
     wanted: Wanted
-    """Which lines."""
+    """The lines to show."""
     follow: bool = False
-    """Go on until the run ends."""
+    """Whether to show new lines until the run ends."""
     times: bool = False
-    """Date and time before each line."""
+    """Whether to print date and time before each line."""
     json: bool = False
     fetch: bool = False
-    """Copy all logs to this machine, in place of showing them."""
+    """Whether to copy all logs to this machine, in place of showing them."""
     output: str | None = None
-    """With `fetch`: to this folder."""
+    """The folder that `fetch` copies to; None for the run's own on this machine."""
     ssh: SshOptions
 
 
 def pick_nodes(run: Run, wanted: Wanted, there: Sequence[str]) -> list[str]:
-    """The nodes that are meant, of all there are.
+    """Return the selected nodes of those that exist.
 
     Raises:
-        KitError: there is no such node.
+        KitError: a selected node does not exist.
     """
     for name in wanted.nodes:
         if name not in there:
@@ -57,14 +57,14 @@ def pick_nodes(run: Run, wanted: Wanted, there: Sequence[str]) -> list[str]:
 
 
 def logs(run: Run, options: Options) -> int:
-    """Show the output of a run, or fetch it; the exit status is 1 where a node's could not be read."""
+    """Show or fetch the output of a run; return 1 if the logs of a node could not be read, else 0."""
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.connect import cluster
     from nodekit.deploy.records import fetchlogs, runs
 
     backend = backend_of(run)
     hosts = backend.hosts(run, spare=not options.fetch)
-    # Which nodes a job has that Slurm runs, its leader knows.
+    # Under Slurm only the job's leader knows its nodes, so `known` may be empty.
     known = [node for host in hosts for node in backend.nodes_at(run, host)]
     names = pick_nodes(run, options.wanted, known) if known else []
     copies = fetchlogs.copies(run)
@@ -114,7 +114,7 @@ def _show(
     hosts: Mapping[str, Host],
     channels: dict[str, HostChannel],
 ) -> int:
-    """What is on the nodes, and of those that cannot be reached, what was fetched."""
+    """Show the logs on the nodes, and for unreachable nodes the fetched copies; return the exit status."""
     from nodekit.deploy.connect import cluster
     from nodekit.deploy.logs.logfollow import Followed, Follower
     from nodekit.deploy.records import fetchlogs, runs
@@ -143,7 +143,7 @@ def _show(
     def opened(host: str) -> list[Source]:
         if host not in channels or channels[host].is_lost:
             channels[host] = cluster.open_channel(hosts[host], options.ssh)
-        return sources_at(host, backend.record(run, channels) or record)  # nodes may come in later
+        return sources_at(host, backend.record(run, channels) or record)  # nodes may join later
 
     follower = Follower(reader, nodes, offsets)
     followed = [
@@ -161,14 +161,14 @@ def _show(
 
 
 def show_copies(reader: Reader, copies: Sequence[Copy], sources: Sequence[Source] = ()) -> int:
-    """Print what was fetched, and what is on the nodes; the exit status."""
+    """Print fetched copies, with a notice for each, and logs on the nodes; return the exit status."""
     for copy in copies:
         print(f"kit: {copy.line()}", file=sys.stderr, flush=True)
     return conclude(reader, [*sources, *(copy.source for copy in copies)])
 
 
 def conclude(reader: Reader, sources: Sequence[Source]) -> int:
-    """Print all there is; the exit status."""
+    """Print all selected lines, or a notice if there are none; return the exit status."""
     reader.choose(sources)
     reader.read(sources)
     if not reader.num_lines and not reader.failed:
