@@ -63,10 +63,9 @@ def text(file: Path) -> str:
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
 
 
-def _lines(file: Path, base: Path, depth: int) -> Iterator[str]:
+def _lines(file: Path, base: Path, depth: int, block: str = "Host *") -> Iterator[str]:
     if depth > _MAX_DEPTH:
         raise ConfigError(f"{file}: Include goes deeper than {_MAX_DEPTH} files")
-    block = "Host *"
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         keyword = re.match(r"\s*(\w+)[\s=]+(.*)", line)
         name = keyword.group(1).lower() if keyword else ""
@@ -78,7 +77,7 @@ def _lines(file: Path, base: Path, depth: int) -> Iterator[str]:
         for pattern in _words(keyword.group(2), f"{file}: {line.strip()}"):
             # Not Path.expanduser, which raises for a user that does not exist; such a file simply does not exist.
             for found in sorted(glob.glob(str(base / os.path.expanduser(pattern)))):  # noqa: PTH111, PTH207
-                yield from _lines(Path(found), base, depth + 1)
+                yield from _lines(Path(found), base, depth + 1, block)
         yield block  # the lines after the Include belong to this block again
 
 

@@ -238,7 +238,7 @@ def leave_a_supervisor(run: Run, options: Options) -> None:
         )
     # Before, all others would say that nobody looks after this run.
     deadline = time.monotonic() + SUPERVISED_TIMEOUT_S
-    while not locks.is_held(locks.supervisor_lock(run)) and time.monotonic() < deadline:
+    while not locks.is_supervised(run) and time.monotonic() < deadline:
         if process.poll() is not None:
             if run.as_recorded().state in LIVE:
                 why = f"{run.folder / 'supervisor.log'} says why; {resume_command(run)} supervises it"

@@ -102,10 +102,7 @@ def supervisor_lock(run: Run) -> Path:
 
 def is_supervised(run: Run) -> bool:
     """Whether a supervisor acts for a run."""
-    lock = SupervisorLock(run)
-    taken = lock.acquire()
-    lock.release()
-    return not taken
+    return is_held(supervisor_lock(run))
 
 
 @contextlib.contextmanager

@@ -5,14 +5,19 @@ from pathlib import Path
 
 
 def state_folder() -> Path:
-    """Return ``$XDG_STATE_HOME/nodekit``, by default in ``~/.local/state``; XDG has relative paths ignored."""
-    state = Path(os.environ.get("XDG_STATE_HOME", ""))
-    return (state if state.is_absolute() else Path.home() / ".local/state") / "nodekit"
+    """Return ``$XDG_STATE_HOME/nodekit``, by default in ``~/.local/state``."""
+    return _base("XDG_STATE_HOME", ".local/state") / "nodekit"
 
 
 def cache_folder() -> Path:
     """Return ``$XDG_CACHE_HOME/nodekit``, by default in ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nodekit"
+    return _base("XDG_CACHE_HOME", ".cache") / "nodekit"
+
+
+def _base(variable: str, default: str) -> Path:
+    """Return the folder that a variable names, or the default below the home; XDG has relative paths ignored."""
+    given = Path(os.environ.get(variable, ""))
+    return given if given.is_absolute() else Path.home() / default
 
 
 def runs_folder() -> Path:

@@ -79,7 +79,7 @@ def is_left(run: runs.Run) -> bool:
     """Whether a run is on record as running here, and no process is that starts or supervises it."""
     if run.state not in runs.LIVE or not run.is_led_here:
         return False
-    return not any(locks.is_held(path) for path in (locks.supervisor_lock(run), locks.starting_lock(run)))
+    return not (locks.is_supervised(run) or locks.is_held(locks.starting_lock(run)))
 
 
 def chosen(found: Sequence[runs.Run], name: str | None, last: int | None) -> list[runs.Run]:

@@ -172,7 +172,7 @@ class SshBackend:
         with cluster.channels(restore(run.inventory).hosts, ssh, some=True) as channels:
             found = _statuses(run, channels)
         is_starting = locks.is_starting(run)
-        is_watched = is_starting or locks.is_held(locks.supervisor_lock(run))
+        is_watched = is_starting or locks.is_supervised(run)
         state = run.as_recorded().state  # it may have changed since
         if state not in runs.ENDED and not is_watched:
             if _end_of(run, found) == "succeeded":

@@ -292,6 +292,20 @@ def test_alias_of_the_config(start_sshd: Start, own_home: Path, identity: Path) 
     connection.close()
 
 
+def test_an_include_within_a_host_block_is_about_that_host_alone(tmp_path: Path) -> None:
+    """Also after another Include in the file that is included."""
+    folder = tmp_path / ".ssh"
+    folder.mkdir()
+    (folder / "config").write_text("Host foo\n  Include b\nHost *\n  Port 7\n")
+    (folder / "b").write_text("Include c\nUser x\n")
+    (folder / "c").write_text("Compression yes\n")
+    found = {host: sshconfig.read(tmp_path, host=host).lookup(host) for host in ("foo", "bar")}
+    own = ("user", "compression")
+    assert [found["foo"].get(each) for each in own] == ["x", "yes"]
+    assert [found["bar"].get(each) for each in own] == [None, None]
+    assert {each["port"] for each in found.values()} == {"7"}
+
+
 @pytest.fixture
 def jumped(start_sshd: Start, own_home: Path, identity: Path) -> tuple[Sshd, Sshd]:
     """A host behind a jump host, in ~/.ssh/config as `inner`."""

@@ -89,7 +89,9 @@ def test_one_supervises_a_run_and_is_named(tmp_path: Path) -> None:
     lock.release()
     lock.release()
     assert not lock.is_held
+    (run.folder / "supervisor.lock").write_text("77")
     assert not locks.is_supervised(run)
+    assert lock.owner() == "77", "who only asks does not sign"
     assert other.acquire()
     other.release()
     (run.folder / "supervisor.lock").write_text("99999999999")
