@@ -1,4 +1,4 @@
-"""How the agents of a run meet, know who may train, and notice at once that one is gone.
+"""The rendezvous of a run's agents: how they form a round, and how they notice at once that one of them is lost.
 
 It may import `deploy.host`, `deploy.agent.spec` and `deploy.agent.agent_wire`.
 """

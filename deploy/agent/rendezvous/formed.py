@@ -1,4 +1,4 @@
-"""A round of the rendezvous that has formed: its members, and what they tell each other."""
+"""A round of the rendezvous that has formed: its members, and the flags that they set for each other."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from typing import Any
 from nodekit.deploy.agent.rendezvous.signed_store import SignedStore
 
 DONE = "done"
-"""What a member tells whose ranks have all ended well."""
+"""The flag of a member whose ranks have all succeeded."""
 LEAVES = "leaves"
-"""What a member tells that leaves to meet the others once more, while its ranks train on."""
+"""The flag of a member that leaves for the next rendezvous round while its ranks train on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Formed:
-    """A round that all its members know."""
+    """A rendezvous round whose members have all exchanged their details."""
 
     round: int
     group_rank: int
     members: tuple[dict[str, Any], ...]
-    """What each of them told of itself, in the order of ranks."""
+    """The details that each member gave of itself (name, address, nproc, …), by group_rank."""
     store: SignedStore
-    """For what the agents of this round have to say to each other."""
+    """Where the agents of this round leave values for each other."""
     master_addr: str
     master_port: int
     _told: dict[str, set[int]] = field(default_factory=dict)
-    """What → the ranks that are known to have told so: they need not be asked for again."""
+    """Flag → the group ranks that are known to have set it: the store need not be asked for them again."""
 
     @property
     def names(self) -> list[str]:
-        """The members' names, in the order of ranks."""
+        """The members' names, by group_rank."""
         return [str(each["name"]) for each in self.members]
 
     @property
     def world_size(self) -> int:
-        """How many workers they have together."""
+        """The number of ranks of all members together."""
         return sum(int(each["nproc"]) for each in self.members)
 
     def tell(self, what: str) -> None:
-        """Let the other members know that this node has come to `what`."""
+        """Set the flag `what`, such as `DONE`, of this node."""
         self.store.set(f"{what}/{self.group_rank}", "")
 
     def have_all(self, what: str) -> bool:
-        """Whether all members have told so."""
+        """Whether all members have set the flag `what`."""
         return next(self._without(what), None) is None
 
     def without(self, what: str, among: Container[str] | None = None) -> list[str]:
-        """The names of the members that have not told so; only those ``among`` these are asked for."""
+        """Return the names of the members that have not set the flag `what`; with ``among``, of these names alone."""
         return [self.names[rank] for rank in self._without(what, among)]
 
     def _without(self, what: str, among: Container[str] | None = None) -> Iterator[int]:

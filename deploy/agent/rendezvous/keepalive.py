@@ -1,13 +1,13 @@
-"""Tells at once when a node is gone: a TCP connection from every agent to the rendezvous host's, of a few bytes.
+"""Detect a lost node at once, by a TCP connection from every agent to the rendezvous host's agent.
 
-A process that dies closes it. Both ends send a few bytes every ``keep_alive_s`` seconds, and where a cable is cut the
-kernel, which repeats them, ends the connection once they are not acknowledged: at most ``keep_alive_s * lost_after``
-seconds after the cut. It is the other kernel that acknowledges, so a node that is only busy is not taken for dead, as
-one is that misses torch's heartbeats; no clocks are compared. Both ends prove that they are of this run before anything
-is said (`agent_wire.Wire`). Standard library only.
+A process that dies closes its connection. Both ends also send a few bytes every ``keep_alive_s`` seconds; after a cable
+is cut, the kernel retransmits them, and ends the connection once they stay unacknowledged: at most
+``keep_alive_s * lost_after`` seconds after the cut. The other host's kernel acknowledges, so a node that is only busy
+is not taken for dead, as it would be by torch's heartbeats; no clocks are compared. Both ends first prove that they
+belong to this run (`agent_wire.Wire`). Standard library only.
 
-Over the same connections every agent is told at once which node is lost, or that a rank of some node has failed and
-the round is broken: where ranks wait in NCCL's kernels, nothing else ends their waiting soon.
+Over the same connections every agent learns at once which node is lost, or that a rank has failed and the round is
+broken: ranks that wait in NCCL's kernels would otherwise wait until NCCL's own timeout.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from nodekit.deploy.host.schema import Say
 _BEAT = b""
 _MAX_WIDENING = 8
 _REPEATED_AFTER_S = 0.4
-"""Linux counts from the first repetition, not from when the bytes were sent: so much later (measured, 6.18)."""
+"""Linux counts TCP_USER_TIMEOUT from the first retransmission, this long after the bytes were sent (measured, 6.18)."""
 News = Mapping[str, Any]
-"""``broken``: the number of a round that is; ``explained``: whether a rank has said why. Or of a node its identity:
-``lost``, or ``found`` again."""
+"""What agents tell each other: ``broken``, the number of a broken round, and ``explained``, whether a rank gave the
+cause; or the identity of a node that is ``lost``, or ``found`` again."""
 
 
 def _end_when_unanswered(connection: socket.socket, keep_alive_s: float, lost_after: int) -> None:
-    """Have the kernel end a connection once nothing that was sent is acknowledged for so long."""
+    """Have the kernel end a connection within `keep_alive_s` × `lost_after` seconds of the loss of the other host."""
     # The first bytes after a cut are sent up to keep_alive_s later.
     left_s = keep_alive_s * max(1, lost_after - 1)
-    # Another kernel, or a longer way, may begin to count sooner.
+    # Another kernel, or a path with a longer round trip, may begin to count sooner.
     timeout_s = max(0.75 * left_s, left_s - _REPEATED_AFTER_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))
 
 
 class KeepaliveServer:
-    """The rendezvous host's end: knows which nodes are connected, and says who is lost."""
+    """The rendezvous host's end: tracks which nodes are connected, and reports those that are lost."""
 
     def __init__(
         self,
@@ -57,7 +57,16 @@ class KeepaliveServer:
         say: Say,
         on_news: Callable[[News], None] = lambda _: None,
     ) -> None:
-        """Listen at `address`, for who knows the token; `say` is told of false alarms, `on_news` as a `Keepalive`'s."""
+        """Listen at `address` for agents that know the token.
+
+        Args:
+            address: to listen at, on a free port (`port`).
+            token: of this run and generation.
+            keep_alive_s: seconds between two beats.
+            lost_after: how many beats may stay unacknowledged before a node counts as lost.
+            say: records an event when a node was taken for lost by mistake.
+            on_news: called, by a thread, with all news, from other agents and of lost nodes.
+        """
         self._token = token
         self._keep_alive_s = keep_alive_s
         self._lost_after = lost_after
@@ -76,18 +85,18 @@ class KeepaliveServer:
 
     @property
     def connected(self) -> set[str]:
-        """Who is connected, by the identity they gave."""
+        """The identities of the connected nodes."""
         with self._lock:
             return set(self._connected)
 
     @property
     def lost(self) -> set[str]:
-        """Who was connected and is gone."""
+        """The identities of nodes whose connection has ended."""
         with self._lock:
             return set(self._lost)
 
     def close(self) -> None:
-        """Let go of everyone."""
+        """Stop listening and end all connections."""
         self._closed.set()
         self._acceptor.close()
         with self._lock, contextlib.suppress(OSError):
@@ -105,11 +114,11 @@ class KeepaliveServer:
                 identity = str(wire.receive()["identity"])
                 with self._lock:
                     self._connected[identity] = connection
-                    if identity in self._lost:  # the same process: it was never dead
+                    if identity in self._lost:  # the same process: it had not died
                         self._widen()
                         self._lost.discard(identity)
                         self._send({"found": identity})
-                wire.send({"lost_after": self._lost_after})  # as wide as it was found it must be
+                wire.send({"lost_after": self._lost_after})  # widened after earlier false alarms
                 connection.settimeout(None)
                 with self._lock:
                     self._wires[identity] = wire
@@ -127,7 +136,7 @@ class KeepaliveServer:
                     self._on_news({"lost": identity})
 
     def tell(self, news: News, *, but: str = "") -> None:
-        """Tell all agents, this one too, but for the one that it comes from."""
+        """Tell the news to all agents, this host's included, except to the one with the identity `but`."""
         with self._lock:
             self._send(news, but=but)
         self._on_news(news)
@@ -135,18 +144,18 @@ class KeepaliveServer:
     def _send(self, news: News, *, but: str = "") -> None:
         for identity, wire in self._wires.items():
             if identity != but:
-                with contextlib.suppress(OSError):  # it is being lost
+                with contextlib.suppress(OSError):  # this connection ends: `_serve` notices
                     wire.send(dict(news))
 
     def _beat(self) -> None:
         while not self._closed.wait(self._keep_alive_s):
             with self._lock:
                 for wire in self._wires.values():
-                    with contextlib.suppress(OSError):  # it is being lost
+                    with contextlib.suppress(OSError):  # this connection ends: `_serve` notices
                         wire.send_frame(_BEAT)
 
     def _widen(self) -> None:
-        """After a false alarm, be slower to raise the next one."""
+        """Double `lost_after` following a false alarm, up to `_MAX_WIDENING` times the first value."""
         wider = min(self._lost_after * 2, self._widest)
         if wider > self._lost_after:
             self._lost_after = wider
@@ -156,7 +165,7 @@ class KeepaliveServer:
 
 
 class Keepalive:
-    """A node's end: `lost` is set once the rendezvous host is gone, after `on_lost` was called."""
+    """A node's end: once the rendezvous host is lost, `on_lost` is called, then `lost` is set."""
 
     def __init__(
         self,
@@ -170,7 +179,11 @@ class Keepalive:
         on_lost: Callable[[], None],
         on_news: Callable[[News], None] = lambda _: None,
     ) -> None:
-        """Connect; `on_news` is called, by a thread, with what the other agents `tell`, and where a node is lost."""
+        """Connect; `on_news` is called, by a thread, with the news that other agents `tell`, and of lost nodes.
+
+        Raises:
+            OSError: nothing answers there, or not with this generation's token.
+        """
         self.lost = threading.Event()
         self._on_lost, self._on_news = on_lost, on_news
         self._closed = False
@@ -193,12 +206,15 @@ class Keepalive:
         threading.Thread(target=self._beat, args=(keep_alive_s,), name="keepalive-beat", daemon=True).start()
 
     def tell(self, news: News) -> None:
-        """Have all other agents know."""
-        with self._sending, contextlib.suppress(OSError):  # they will see it, or this node's end
+        """Tell the news to all other agents, by way of the rendezvous host."""
+        with (
+            self._sending,
+            contextlib.suppress(OSError),
+        ):  # the connection has ended, which the others are told
             self._wire.send(dict(news))
 
     def close(self) -> None:
-        """Hang up; `on_lost` is not called."""
+        """End the connection; `on_lost` is not called."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -217,20 +233,20 @@ class Keepalive:
 
     def _beat(self, keep_alive_s: float) -> None:
         while not self.lost.wait(keep_alive_s):
-            with self._sending, contextlib.suppress(OSError):  # `_watch` sees it
+            with self._sending, contextlib.suppress(OSError):  # `_watch` notices
                 self._wire.send_frame(_BEAT)
 
 
 def cut_connections(address: str, port: int) -> None:
-    """Break this process's TCP connections to a place: who waits there for a host that is gone gets an error.
+    """Shut this process's TCP connections to an address and port, so that any thread that waits on one gets an error.
 
-    torch's store waits without a limit for the answer of a host whose cable was cut.
+    Without this, torch's store waits without a limit for the answer of a host whose cable was cut.
     """
     for number in _descriptors():
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            each = socket.socket(fileno=number)  # not of a duplicate: there may be no descriptor left for one
+            each = socket.socket(fileno=number)  # no duplicate: there may be no descriptor left for one
             try:
                 if each.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
@@ -242,8 +258,8 @@ def cut_connections(address: str, port: int) -> None:
 
 
 def _descriptors() -> Iterable[int]:
-    """Those of this process that are open, or may be."""
+    """Return the descriptors of this process that are open; all that could be, if none is left to list them with."""
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208  # fewer steps, with few left
-    except OSError:  # none is left to look with
+    except OSError:  # no descriptor is left to open the folder with
         return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

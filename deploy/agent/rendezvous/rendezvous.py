@@ -1,4 +1,4 @@
-"""torch's c10d rendezvous with the mends a cluster needs; all is upstream's but what is said here.
+"""torch's c10d rendezvous with the fixes that a cluster needs; everything else is upstream's.
 
 It reads private names of `torch.distributed.elastic.rendezvous.dynamic_rendezvous` (2.4 to 2.15);
 tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What differs from stock c10d:
@@ -8,15 +8,15 @@ tests/deploy/agent/test_rendezvous.py fails when upstream moves them. What diffe
 - every round has a new store for the workers, kept by the agent of rank 0: upstream keeps the first round's, with
   a stale MASTER_ADDR and old keys in it, or (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`) leaves it to the worker of
   rank 0, for which the others then wait in growing pauses (0.4 s of a start);
-- a participant that is gone counts as a reason to re-form (upstream looks at waiting nodes only), and is known to
-  be gone by its keepalive (`keepalive.py`), seconds before its heartbeat expires;
-- a round is complete as soon as all who are connected are in it, not after the last call;
-- no times of two hosts' clocks are compared;
+- a lost participant is a reason to re-form (upstream looks at waiting nodes only), and its keepalive (`keepalive.py`)
+  shows the loss seconds before its heartbeat expires;
+- a round is complete as soon as all connected nodes are in it, not after the last call;
+- the clocks of two hosts are never compared;
 - the loss of the store's host ends every call that waits for it;
-- what is in the store is signed (`signed_store.py`), and refused, before it is unpickled, if it is not;
-- a state that has to be asked for again is asked for after 0.05 s, at first earlier by few nodes, not after 1 s;
-- the name of the caller, for an event that is recorded nowhere, is not looked up in the source files of the whole stack
-  (by `inspect.stack`, twice for each event: half a second of a core for each round).
+- values in the store are signed (`signed_store.py`), and unsigned ones are refused before they are unpickled;
+- the state is polled every 0.05 s, at first more often in small jobs, not every second;
+- upstream's events, which are recorded nowhere, take the caller's name from its frame, not from the source files of the
+  whole stack (`inspect.stack`, twice for each event: half a second of a core for each round).
 """
 
 from __future__ import annotations
@@ -58,67 +58,68 @@ from nodekit.deploy.host.schema import Say
 
 CONNECT_TIMEOUT_S = 60.0
 ANSWER_S = 1.0
-FIRST_CALL_S = 15.0  # how long the first round of a generation waits for nodes beyond the fewest
-FORM_TIMEOUT_S = 20.0  # to tell each other of oneself, once the round is complete
-LAST_LOOK_S = 3.0
+FIRST_CALL_S = 15.0  # how long the first round of a generation waits for nodes beyond min_nodes
+FORM_TIMEOUT_S = 20.0  # for the members to exchange their details, once the round is complete
+LAST_LOOK_S = 3.0  # how long the rendezvous host keeps the store up for the other nodes to read the outcome
 _POLL_S = 0.05
-_SOON_S = 1.0  # so long few nodes ask more often: then most have met
+_SOON_S = 1.0  # how long small jobs poll more often: by then most rounds have formed
 _POLL_S_A_NODE = 0.0005
 _HUB, _OUTCOME = "hub", "outcome"
 _T = TypeVar("_T")
 
 
 class StoreLost(Exception):
-    """The rendezvous host is gone, or its agent, or somebody else writes to the store."""
+    """The rendezvous host or its agent is unreachable, or a stranger writes to the store."""
 
 
 class FormAgain(Exception):
-    """The round fell apart while its members were telling each other of themselves."""
+    """The round broke up before its members had exchanged their details: form it again."""
 
 
 @dataclass(eq=True, frozen=True, repr=False)
 class RankedNode(upstream._NodeDesc):
-    """A node that sorts by its planned rank; upstream gives out ranks in sorted order."""
+    """A node that sorts by its node_rank in the plan; upstream assigns ranks in sorted order."""
 
     node_rank: int = 0
     process: str = ""
-    """Which one: an agent that is started again, in a container or on a host that was, may have the pid of the last."""
+    """A random number of the process: after a container or host restarts, a new agent may have the old one's pid."""
 
     def __lt__(self, other: RankedNode) -> bool:
         return (self.node_rank, self.pid) < (other.node_rank, other.pid)
 
     @property
     def identity(self) -> str:
-        """What the keepalive server calls it."""
+        """The name by which the keepalive server knows this process."""
         return f"{self.node_rank}.{self.pid}.{self.process}"
 
 
 @functools.cache
-def number_of_process(pid: int) -> str:  # noqa: ARG001  # the cache is by it
-    """A number drawn at random for this process, whose pid it is; a fork draws its own."""
+def number_of_process(pid: int) -> str:  # noqa: ARG001  # the cache's key
+    """Return a random number for this process, always the same one for the same `pid`; a fork gets its own."""
     return secrets.token_hex(8)
 
 
 def method_name(depth: int = 2) -> str:
-    """Return the name of the function that many calls up from here, as upstream's function of this purpose does."""
+    """Return the name of the function `depth` frames up, in place of upstream's slow `get_method_name`."""
     return sys._getframe(depth).f_code.co_name
 
 
 class Rendezvous:
-    """One generation's rendezvous, as one node sees it.
+    """One node's part in the rendezvous of one generation.
 
-    `pause` is called again and again while it waits; what it raises ends the wait. `say` takes events.
+    `pause` is called again and again during each wait; an exception that it raises ends the wait. `say` records events.
     """
 
     def __init__(
         self, spec: AgentSpec, pause: Callable[[], None], say: Say, on_news: Callable[[], None] = lambda: None
     ) -> None:
-        """Reach the store on the rendezvous host, or be it.
+        """Connect to the store on the rendezvous host; on that host, start it.
 
-        `on_news` is called, by another thread, when a node is lost or a round broken, so that it is looked at once.
+        `on_news` is called, by another thread, when a node is lost or a round is broken, so that the agent reacts at
+        once.
 
         Raises:
-            StoreLost: there is no rendezvous at the place the spec names.
+            StoreLost: there is no rendezvous of this generation at the address and port of the spec.
         """
         self._spec = spec
         self._pause = pause
@@ -133,7 +134,7 @@ class Rendezvous:
         self._soon_until = 0.0
         run_id = f"{spec.run_id}.{spec.generation}"
         where = f"{spec.master_addr}:{spec.master_port}"
-        if spec.listen_fd is None:  # torch would wait too, but deaf to signals
+        if spec.listen_fd is None:  # torch would wait too, but without handling signals
             self._wait_for(
                 lambda: answers(spec.master_addr, spec.master_port, self._pause) or None,
                 f"nobody answers at {where} since {CONNECT_TIMEOUT_S:.0f} s",
@@ -178,10 +179,10 @@ class Rendezvous:
         upstream.get_method_name = method_name
 
     def _wait_for(self, read: Callable[[], _T | None], what: str) -> _T:
-        """Return what `read` returns, once that is not None.
+        """Poll `read` until its result is not None, and return that.
 
         Raises:
-            StoreLost: it is None for `CONNECT_TIMEOUT_S`; says `what`.
+            StoreLost: with the message `what`, after `CONNECT_TIMEOUT_S` without a result.
         """
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while (found := read()) is None:
@@ -193,12 +194,12 @@ class Rendezvous:
 
     def _connect_keepalive(self, identity: str) -> None:
         spec = self._spec
-        # Of this generation alone: the agents of an earlier one may not have heard yet that it is over.
+        # A token of this generation alone: agents of an earlier one may not know yet that theirs is over.
         token = hmac.new(
             spec.token.encode(), f"lifeline\0{spec.run_id}.{spec.generation}".encode(), "sha256"
         ).hexdigest()
         if spec.listen_fd is not None:
-            # The port is the store's by now, so this cannot be begun again.
+            # The store has taken over the socket by now, so nothing can start over: wait for descriptors here.
             self._keepalive_server = descriptors.when_there(
                 lambda: KeepaliveServer(
                     spec.local_addr, token, spec.keep_alive_s, spec.lost_after, self._say, self._hear
@@ -224,21 +225,21 @@ class Rendezvous:
             raise StoreLost(str(error)) from error
 
     def form(self, own: dict[str, Any]) -> Formed:
-        """Meet the other nodes, and learn what each tells of itself; `own` is what this one tells.
+        """Form a round with the other nodes, and exchange details with them; `own` are those of this node.
 
         Raises:
-            StoreLost: the rendezvous host is gone.
-            FormAgain: a member was lost meanwhile.
+            StoreLost: the rendezvous host is unreachable.
+            FormAgain: a member was lost, or another node came, before all details were exchanged.
             RendezvousClosedError: the job has ended elsewhere.
             RendezvousTimeoutError: too few nodes came.
         """
-        # Upstream's own store for workers is left alone: it is built for the first round only.
+        # Keep upstream from making its own store for workers, which it does in the first round only.
         handler: Any = self._handler
         handler._bootstrap_store_info = handler._shared_tcp_store_server = ...
         self._soon_until = time.monotonic() + _SOON_S
         with self.lost_store_is_told():
             info = handler.next_rendezvous()
-            # The round is complete, and a member was lost before its ranks were counted.
+            # A member was lost after the round was complete, before upstream assigned the ranks.
             if info.rank >= info.world_size or info.world_size < self._spec.min_nodes:
                 raise FormAgain
             self._formed_size = info.world_size
@@ -271,11 +272,11 @@ class Rendezvous:
         )
 
     def tell_broken(self, number: int, *, is_explained: bool) -> None:
-        """Have all agents know that a round is broken, for a rank of this node has ended badly.
+        """Tell all agents that a round is broken because a rank of this node has failed.
 
         Args:
-            number: the round's.
-            is_explained: whether the rank says why, so that nobody need wait for what others say.
+            number: of the round.
+            is_explained: whether that rank's error shows the cause, so that no agent need wait for other ranks' errors.
         """
         news = {"broken": number, "explained": is_explained}
         if self._keepalive_server is not None:
@@ -285,11 +286,11 @@ class Rendezvous:
             self._keepalive.tell(news)
 
     def is_broken(self, number: int) -> bool:
-        """Whether an agent has told so of a round."""
+        """Whether an agent has reported this round, or a later one, as broken."""
         return self._broken_round >= number
 
     def is_explained(self, number: int) -> bool:
-        """Whether an agent has told that a round is broken, and that it knows why."""
+        """Whether an agent has reported this round, or a later one, as broken, and knows the cause."""
         return self._explained_round >= number
 
     def _hear(self, news: News) -> None:
@@ -303,19 +304,19 @@ class Rendezvous:
         self._on_news()
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that wait to come in, plus those this round was formed with that are gone since.
+        """Return the number of nodes that wait to join, plus the number of this round's members that are lost.
 
         Raises:
-            StoreLost: the rendezvous host is gone.
+            StoreLost: the rendezvous host is unreachable.
         """
         with self.lost_store_is_told():
             waiting: int = self._handler.num_nodes_waiting()
         return waiting + self.num_lost
 
     def has_lost(self, formed: Formed) -> bool:
-        """Whether a round is broken, or a member of it gone that was not done, or the rendezvous host."""
+        """Whether the round is broken, or it has lost the rendezvous host or a member that was not done."""
         try:
-            self.num_nodes_waiting()  # looks who is here
+            self.num_nodes_waiting()  # reads the state, for `here`
             with self.lost_store_is_told():
                 away = set(formed.names) - self.here
                 return self.is_broken(formed.round) or bool(formed.without(DONE, among=away))
@@ -323,47 +324,47 @@ class Rendezvous:
             return True
 
     def workers_begin(self) -> None:
-        """The workers of the round that was formed last begin: nobody uses an earlier round's store any more."""
+        """Drop the worker stores of earlier rounds; call it when the workers of the newest round begin."""
         del self._workers_stores[:-1]
 
     def wait_for(self, formed: Formed, what: str, pause: Callable[[], None], until: float = math.inf) -> None:
-        """Wait until all members that are here have told `what`, or until that `time.monotonic()`."""
+        """Wait until all members that are not lost have set the flag `what`, or `time.monotonic()` is `until`."""
         while time.monotonic() < until and not self.here.isdisjoint(formed.without(what)):
             pause()
-            self.num_nodes_waiting()  # looks who is here
+            self.num_nodes_waiting()  # reads the state, for `here`
             time.sleep(_POLL_S)
 
     @property
     def num_lost(self) -> int:
-        """How many of the round's members are gone, as of the last look."""
+        """How many of the round's members are lost, as of the last poll."""
         return max(0, self._formed_size - len(self._state.state.participants))
 
     @property
     def is_closed(self) -> bool:
-        """Whether some node has ended the job, as of the last look."""
+        """Whether some node has ended the job, as of the last poll."""
         return bool(self._state.state.closed)
 
     @property
     def here(self) -> set[str]:
-        """Those of the round's members that are not gone, as of the last look."""
+        """The names of the round's members that are not lost, as of the last poll."""
         state: Any = self._state.state
         return {self._spec.name_of(node.node_rank) for node in state.participants}
 
     @property
     def present(self) -> list[int]:
-        """The node_rank of each node that takes part or waits to, as of the last look."""
+        """The node_rank of each node that takes part or waits to join, as of the last poll."""
         state: Any = self._state.state
         return sorted({node.node_rank for node in (*state.participants, *state.wait_list)})
 
     @property
     def outcome(self) -> str:
-        """How the job ended, once the rendezvous is closed."""
+        """How the job ended, once the rendezvous is closed; "failed" if the store cannot say."""
         with contextlib.suppress(StoreLost), self.lost_store_is_told():
             return self._signed.get(_OUTCOME) or "failed"
         return "failed"
 
     def close(self, outcome: str = "") -> None:
-        """Leave; with an outcome the rendezvous ends for every node."""
+        """Leave the rendezvous; with an outcome, close it for every node."""
         with contextlib.suppress(StoreLost, RendezvousError):
             if outcome and not self.is_lost:
                 with self.lost_store_is_told():
@@ -372,7 +373,7 @@ class Rendezvous:
         if self._keepalive_server is not None:
             deadline = time.monotonic() + (LAST_LOOK_S if outcome else 0)
             while self._keepalive_server.connected and time.monotonic() < deadline:
-                time.sleep(_POLL_S)  # the store is here: the others still have to read it
+                time.sleep(_POLL_S)  # the store ends with this process: let the other nodes read the outcome
             self._keepalive_server.close()
         if self._keepalive is not None:
             self._keepalive.close()
@@ -381,12 +382,12 @@ class Rendezvous:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the rendezvous host is known to be gone."""
+        """Whether the keepalive to the rendezvous host has ended; False on that host itself."""
         return self._keepalive is not None and self._keepalive.lost.is_set()
 
     @contextlib.contextmanager
     def lost_store_is_told(self) -> Iterator[None]:
-        """Around calls of a store: StoreLost is raised for whatever torch raises where its host is gone."""
+        """Wrap calls of a store: raise StoreLost for whatever torch raises when the store's host is gone."""
         try:
             yield
             if self.is_lost:
@@ -395,7 +396,7 @@ class Rendezvous:
             raise StoreLost(str(error).splitlines()[0]) from error
 
     def _delay(self, seconds: float | tuple[float, float]) -> None:
-        """In place of upstream's, which lets a state wait for a second before it is asked for again."""
+        """Sleep until the next poll, at most `poll_s`, in place of upstream's function, which sleeps up to a second."""
         self._pause()
         if self.is_lost:
             raise RendezvousConnectionError("the rendezvous host is gone")
@@ -403,16 +404,16 @@ class Rendezvous:
 
     @property
     def poll_s(self) -> float:
-        """Until the state is asked for again: the store answers one node at a time."""
+        """Seconds between two polls of the state: more for more nodes, since the store answers one at a time."""
         is_soon = time.monotonic() < self._soon_until
         return min(_POLL_S, _POLL_S_A_NODE * self._spec.max_nodes) if is_soon else _POLL_S
 
     def is_gone(self, node: RankedNode) -> bool:
-        """Whether a node's keepalive has ended: the rendezvous host sees it, and tells the others."""
+        """Whether a node's keepalive has ended; the rendezvous host notices, and tells the other nodes."""
         return node.identity in self._lost
 
     def gone(self, formed: Formed) -> list[str]:
-        """The names of a round's members whose keepalives have ended; agents that were started again are others."""
+        """Return the names of a round's members whose keepalives have ended; a restarted agent is another process."""
         lost = self._lost
         return sorted(str(each["name"]) for each in formed.members if each["identity"] in lost)
 
@@ -423,7 +424,7 @@ class Rendezvous:
     # --- what only the rendezvous host knows ---
 
     def are_all_here(self, participants: set[RankedNode], *, is_first_round: bool) -> bool:
-        """Whether a round need not wait for anyone: all who are connected (at first: all voters) are in."""
+        """Whether a round need not wait for more nodes: all connected ones (in the first round: all voters) are in."""
         if self._keepalive_server is None or len(participants) < self._spec.min_nodes:
             return False
         if is_first_round:
@@ -434,12 +435,12 @@ class Rendezvous:
 
 class _Timeouts(upstream.RendezvousTimeout):
     def to_last_call(self, seconds: float) -> None:
-        """From the first round's last call to the later ones'."""
+        """Set how long later rounds wait for more nodes once they have min_nodes (upstream's last call)."""
         self._last_call = timedelta(seconds=seconds)
 
 
 def answers(address: str, port: int, pause: Callable[[], None]) -> bool:
-    """Whether somebody listens there; `pause` is called while the answer is waited for."""
+    """Whether a process listens there; wait `ANSWER_S` at most, and call `pause` meanwhile."""
     with contextlib.suppress(OSError), socket.socket(ports.family_of(address)) as connection:
         connection.setblocking(False)
         error, deadline = connection.connect_ex((address, port)), time.monotonic() + ANSWER_S
@@ -454,13 +455,13 @@ def answers(address: str, port: int, pause: Callable[[], None]) -> bool:
 
 
 def _store(address: str, port: int, *, listen_fd: int | None, **more: bool) -> Any:
-    """Reach a store, or, with the descriptor of a socket that listens, be it."""
+    """Connect to a store, or, given the descriptor of a listening socket, start one on it."""
     more["is_master"] = listen_fd is not None
     timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     try:
         return TCPStore(address, port, timeout=timeout, master_listen_fd=listen_fd, **more)
     except NotImplementedError:
-        # The libuv server of torch 2.4 takes over no socket; the older server, which is slower with many ranks, does.
+        # The libuv server of torch 2.4 cannot take over a socket; the older server, slower with many ranks, can.
         return TCPStore(address, port, timeout=timeout, master_listen_fd=listen_fd, use_libuv=False, **more)
 
 
@@ -470,5 +471,5 @@ def _new_store(address: str) -> Any:
     try:
         return _store(address, port, listen_fd=held.detach(), wait_for_workers=False)
     except DistError:
-        descriptors.check()  # torch does not say that there were too few; that is no loss of the rendezvous
+        descriptors.check()  # torch does not say if descriptors ran out, which is no loss of the rendezvous
         raise

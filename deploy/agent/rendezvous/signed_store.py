@@ -1,7 +1,7 @@
-"""The agents' words in the rendezvous store, signed: anyone who reaches the store can write to it, and read it.
+"""Signed values in the rendezvous store: any process that reaches the store can write to it and read it.
 
-torch's TCPStore has no authentication, and upstream unpickles the state of the rendezvous that it finds there. So every
-value carries an HMAC under the run's token, over its key as well, and is refused before anything is done with it.
+torch's TCPStore has no authentication, and upstream unpickles the rendezvous state that it finds there. So every value
+carries an HMAC under the run's token, which covers its key too; a value without a valid one is refused unread.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ _NOTHING = "0 "  # the state before the first one
 
 
 class Forged(RendezvousStateError):
-    """A value in the store is not one that an agent of this run has put there."""
+    """A value in the store was not put there by an agent of this run."""
 
 
 class SignedStore:
-    """A part of a store, for those who know a token.
+    """The keys of one scope in a store, with values that are signed and verified by a token.
 
-    All methods raise what the store raises where it is lost, and `Forged`.
+    All methods raise `Forged`, and whatever torch's store raises when it is unreachable.
     """
 
     def __init__(self, store: Store, token: str, scope: str, where: str) -> None:
-        """`scope` begins every key: the run, its generation and round; `where` is told in errors."""
+        """Prefix every key with `scope` (run, generation, round); errors name the store by `where`."""
         self._store = store
         self._token = token.encode()
         self._scope = scope
         self._where = where
 
     def part(self, name: str) -> SignedStore:
-        """A part of this one: what is signed for it counts nowhere else."""
+        """Return the sub-scope `name`; values signed for it are valid nowhere else."""
         return SignedStore(self._store, self._token.decode(), f"{self._scope}/{name}", self._where)
 
     def set(self, key: str, value: str) -> None:
-        """Put a value there."""
+        """Store a value under a key."""
         self._store.set(self._full(key), self._sealed(key, value))
 
     def get(self, key: str) -> str | None:
-        """A value; None if none was put there."""
-        if not self._store.check([self._full(key)]):  # to get it would wait for it
+        """Return the value of a key; None if it has none."""
+        if not self._store.check([self._full(key)]):  # `get` would block until it has one
             return None
         return self._opened(key, self._store.get(self._full(key)))
 
     def get_all(self, keys: Sequence[str]) -> list[str] | None:
-        """The values, in that order; None unless all are there."""
+        """Return the values of the keys, in that order; None unless every key has one."""
         full = [self._full(key) for key in keys]
         if not self._store.check(full):
             return None
@@ -59,12 +59,12 @@ class SignedStore:
         return [self._opened(key, data) for key, data in zip(keys, found, strict=True)]
 
     def compare_set(self, key: str, expected: str | None, desired: str) -> str:
-        """Put a value there if `expected` is (None: if nothing is); the value that is there now."""
+        """Set a key to `desired` if its value is `expected` (None: if it has none); return its value afterwards."""
         before = "" if expected is None else self._sealed(key, expected)
         return self._opened(key, self._store.compare_set(self._full(key), before, self._sealed(key, desired)))
 
     def refuse(self, key: str, why: str) -> Forged:
-        """The error that names the place."""
+        """Return the error that says which key of which store is not this run's, and why."""
         return Forged(
             f"somebody else writes to the rendezvous store at {self._where}: {self._full(key)} {why} (docs/security.md)"
         )
@@ -86,9 +86,9 @@ class SignedStore:
 
 
 class SignedBackend(RendezvousBackend):
-    """Upstream's C10dRendezvousBackend, but that a state is believed only if it is signed, and no older than the last.
+    """Like upstream's C10dRendezvousBackend, but accepts a state only if it is signed, and no older than the last one.
 
-    A state is stored as ``VERSION BASE64``, which also is its token.
+    A state is stored as ``VERSION BASE64``; this text is also the token that upstream passes back to `set_state`.
     """
 
     def __init__(self, store: SignedStore) -> None:
@@ -98,11 +98,11 @@ class SignedBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """What upstream calls it in its records."""
+        """The backend's name in upstream's records."""
         return "c10d"
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """The state and its token; None before the first."""
+        """Return the state and its token; None before the first state."""
         least = self._seen
         found = self._store.get(_STATE)
         if found is None:
@@ -110,12 +110,12 @@ class SignedBackend(RendezvousBackend):
         return self._read(found, least)
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Set the state if `token` is that of the one that is there; what is there now, and whether it was set."""
+        """Set the state if `token` is the current state's; return the state, its token, and whether it was set."""
         least = self._seen
         before = token or _NOTHING
         desired = f"{_version(before) + 1} {b64encode(state).decode()}"
         found = self._store.compare_set(_STATE, before, desired)
-        # What torch's store returns of a key that is not there; if it was there, `desired` is there now.
+        # For a missing key torch's store returns the expected value. Had the key been there, it would be `desired` now.
         if found == before:
             raise self._store.refuse(_STATE, "was removed")
         now = self._read(found, least)

@@ -1,7 +1,7 @@
-"""Upstream's copy of the rendezvous state, which compares no times of two hosts' clocks.
+"""Upstream's holder of the rendezvous state, changed so that it never compares the clocks of two hosts.
 
-Upstream compares times that other hosts have written with this host's clock: heartbeats, and the end of the last call.
-Here only the change of such a time counts, and how long ago by `time.monotonic` this node has seen it.
+Upstream compares heartbeats and the end of the last call, which other hosts have written, with this host's clock. Here
+such a time only counts as changed or unchanged; `time.monotonic` tells how long ago this node saw it change.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as upstream
 
-# Heartbeats are the second line behind the keepalives, which the kernel answers for an agent that is stopped.
+# Heartbeats are a fallback: for a stopped agent (SIGSTOP) the kernel still acknowledges its keepalives.
 HEARTBEAT_S, HEARTBEATS = 5.0, 3
 _NEVER = datetime.max
 
 
 class State(upstream._BackendRendezvousStateHolder):
-    """Upstream's holder of the state, which knows from the keepalives who is gone and who is still to come."""
+    """Upstream's holder of the state, with the keepalives' word on which nodes are lost and which are still to come."""
 
     def __init__(
         self,
@@ -32,25 +32,27 @@ class State(upstream._BackendRendezvousStateHolder):
         are_all_here: Callable[..., bool],
         poll_s: Callable[[], float],
     ) -> None:
-        """Nothing is known yet.
+        """Read nothing yet.
 
         Args:
-            backend: where the state is.
-            settings: upstream's.
-            node: this one.
+            backend: stores the state.
+            settings: upstream's `RendezvousSettings`.
+            node: this node.
             is_gone: whether a node's keepalive has ended.
-            are_all_here: whether a round of these participants need not wait for anyone (``is_first_round``).
-            poll_s: how old a copy may be.
+            are_all_here: whether a round of these participants (``is_first_round``) need not wait for more nodes.
+            poll_s: returns how many seconds old the local copy may be.
         """
         super().__init__(backend, settings, cache_duration=poll_s())  # type: ignore[arg-type]  # it is only ever subtracted from a time
         self._node, self._is_gone, self._are_all_here, self._poll_s = node, is_gone, are_all_here, poll_s
         self._last_look = time.monotonic()
-        self._silences: dict[Any, tuple[datetime, float]] = {}  # heartbeat, and the seconds watched since
+        self._silences: dict[
+            Any, tuple[datetime, float]
+        ] = {}  # node → heartbeat, and the seconds watched since
         self._told_deadline = self._own_deadline = _NEVER
         self._last_call_ends = math.inf
 
     def sync(self) -> bool | None:
-        """Write the state, if it was changed, and read it."""
+        """Write the state if it was changed here, then read it."""
         self._cache_duration = self._poll_s()  # type: ignore[assignment]  # it is only ever subtracted
         if self._dirty and self._state.deadline is self._own_deadline:  # it will be written
             self._state.deadline = self._told_deadline
@@ -67,7 +69,7 @@ class State(upstream._BackendRendezvousStateHolder):
         state.last_heartbeats.update({node: told[node] for node in state.last_heartbeats})
         own = state.last_heartbeats.get(self._node)
         if own is not None and own > _now(own):
-            # This host's clock was set back: upstream would write the next one when it is as late again.
+            # This host's clock was set back: upstream would write no heartbeat until the clock has caught up.
             state.last_heartbeats[self._node] = _long_ago(own)
         if state.complete or state.deadline is None:
             return
@@ -77,7 +79,10 @@ class State(upstream._BackendRendezvousStateHolder):
             state.deadline = self._own_deadline = self._by_own_clock(state.deadline)
 
     def _silent(self, told: Mapping[Any, datetime]) -> set[Any]:
-        """Those without a new heartbeat for so long; while this node does not look, nobody is silent."""
+        """Return the nodes without a new heartbeat for `HEARTBEAT_S` × `HEARTBEATS` seconds of watching.
+
+        At most `HEARTBEAT_S` counts between two calls, so that a pause of this node makes no other node look silent.
+        """
         now = time.monotonic()
         watched_s, self._last_look = min(now - self._last_look, HEARTBEAT_S), now
         self._silences = {
@@ -89,7 +94,7 @@ class State(upstream._BackendRendezvousStateHolder):
         return {node for node, (_, seconds) in self._silences.items() if seconds > HEARTBEAT_S * HEARTBEATS}
 
     def _by_own_clock(self, deadline: datetime) -> datetime:
-        """The end of the last call: it begins when this node first sees a deadline."""
+        """Return a past time once the last call is over, else a future one; it begins when this node sees `deadline`."""
         now = time.monotonic()
         if deadline != self._told_deadline:
             self._told_deadline = deadline
@@ -98,7 +103,7 @@ class State(upstream._BackendRendezvousStateHolder):
 
 
 def _long_ago(like: datetime) -> datetime:
-    """The earliest time that can be compared with another: upstream's have no time zone before torch 2.6."""
+    """Return the earliest time that compares with `like`; upstream's times have no time zone before torch 2.6."""
     return datetime.min.replace(tzinfo=like.tzinfo)
 
 
