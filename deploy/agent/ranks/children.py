@@ -1,4 +1,4 @@
-"""End the workers that are children of this process, and all that they have started, as far as that can be done."""
+"""Kill and reap the workers that are children of this process, with all the processes that they have started."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from pathlib import Path
 
 from nodekit.deploy.host import processes
 
-STUCK_S = 10.0
+STUCK_S = (
+    10.0  # how long a killed process may show no activity before it counts as one that SIGKILL does not end
+)
 
 
 def exit_codes(pids: Mapping[int, int]) -> dict[int, int]:
-    """The exit codes of those children that have ended, negative for a signal; they are left unreaped.
+    """Return the exit codes of the children that have ended, negative for a signal; leave the children unreaped.
 
-    Of those that fail, while they end: what others wait for is not that the kernel has taken back their memory.
+    A failed child is included as soon as it begins to end: other ranks need not wait until the kernel has freed its
+    memory.
     """
     found = {}
     for local_rank, pid in pids.items():
@@ -24,7 +27,7 @@ def exit_codes(pids: Mapping[int, int]) -> dict[int, int]:
         if ended:
             exited = ended.si_code == os.CLD_EXITED
             found[local_rank] = ended.si_status if exited else -ended.si_status
-        # One that is 0 may be that of the first thread alone, while others go on.
+        # Not a 0: it may be the first thread's alone, while other threads go on.
         elif code := processes.code_if_ending(pid):
             found[local_rank] = code
     return found
@@ -36,7 +39,7 @@ def signal_groups(pids: Mapping[int, int], number: int) -> None:
         try:
             os.killpg(pid, number)
         except ProcessLookupError:
-            os.kill(pid, number)  # it has not come to have its own group
+            os.kill(pid, number)  # it has not made its own process group yet
 
 
 def clear_up(
@@ -46,16 +49,17 @@ def clear_up(
     stay: Collection[int] = (),
     ending: set[int] | None = None,
 ) -> dict[int, tuple[str, str]]:
-    """Kill and reap workers, their groups, and whatever else they left to us: all that is in another session.
-
-    Returns those that SIGKILL does not end, as where the driver of a lost GPU never answers: pid → state and wchan.
+    """Kill and reap workers, their process groups, and all orphans of theirs that have become children of this process.
 
     Args:
-        pids: of the workers, by local rank.
-        but: pids of processes about which nothing is done.
-        stay: pids of workers that go on, with what is in their sessions.
-        ending: those of the workers of which nothing but memory is left are not waited for, and are added to this; once
-            they are gone, what they had started is to be cleared up, too.
+        pids: local rank → pid of the workers.
+        but: pids of processes to leave alone.
+        stay: pids of workers that go on, with the processes of their sessions.
+        ending: if given, do not wait for workers that only have memory left to free, but add their pids to this set;
+            call this again once they are gone, to clear up what they had started.
+
+    Returns:
+        pid → state and wchan of processes that SIGKILL does not end, as when the driver of a lost GPU never answers.
     """
     signal_groups(pids, signal.SIGKILL)
     stuck = _reap(pids.values(), ending)
@@ -71,22 +75,22 @@ def clear_up(
 
 
 def _reap(pids: Iterable[int], ending: set[int] | None = None) -> dict[int, tuple[str, str]]:
-    """Wait until killed children have ended; those that have not, and in which nothing has moved for `STUCK_S`.
+    """Reap killed children; return pid → state and wchan of those that have shown no activity for `STUCK_S`.
 
-    To take back a lot of memory, the kernel needs a while; if there is a set for those that are `ending`, it is not
-    waited for.
+    The kernel takes a while to free much memory; if a set `ending` is given, children that only wait for this are added
+    to it, and not waited for.
     """
     left = _left_of(pids, lambda those: _not_over(those, ending))
     return {pid: processes.where_it_waits(pid) for pid in left}
 
 
 def wait_until_reaped(pids: Iterable[int]) -> None:
-    """Wait until killed processes are reaped that are somebody else's children, while anything moves in them."""
+    """Wait until killed processes, children of another process, are reaped, or show no activity for `STUCK_S`."""
     _left_of(pids, lambda those: {pid for pid in those if processes.find(pid)})
 
 
 def _left_of(pids: Iterable[int], look: Callable[[set[int]], set[int]]) -> set[int]:
-    """Wait while, of processes, a look finds some left; those in which nothing has moved for `STUCK_S`."""
+    """Wait until `look` finds none of the processes left; return those that have shown no activity for `STUCK_S`."""
     left = set(pids)
     before: dict[int, str] = {}
     since, pause_s = time.monotonic(), 0.001

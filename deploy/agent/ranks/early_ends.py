@@ -1,8 +1,8 @@
-"""Learn that a rank ends before the kernel has taken back its memory, which takes 0.1 s for each GB.
+"""Notice that a rank ends before the kernel has freed its memory, which takes 0.1 s for each GB.
 
-Its sockets close, and its parent is told, only after that. But first of all the kernel marks the robust mutexes that
-an ending thread holds, and wakes who waits for them (`get_robust_list(2)`, "owner died"). So each rank holds one, in
-memory that the agent shares with all that is forked from it.
+Only after that do its sockets close and its parent get SIGCHLD. But the kernel first marks the robust mutexes that an
+ending thread holds, and wakes the threads that wait for them (`get_robust_list(2)`, "owner died"). So each rank holds
+one, in memory that the agent shares with all its forks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _WAITERS, _OWNER_DIED, _OWNER = 0x80000000, 0x40000000, 0x3FFFFFFF  # linux/fute
 
 
 class EarlyEnds:
-    """A mutex for each local rank; of the 65th and later ones nothing is learnt early."""
+    """A mutex for each of the first 64 local ranks; the end of other ranks is not noticed early."""
 
     def __init__(self) -> None:
-        """Shared with the processes that are forked from this one."""
+        """Map memory that is shared with the processes forked from this one."""
         self._memory = mmap.mmap(-1, _NUM_MUTEXES * _MUTEX_BYTES)
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def hold(self, local_rank: int) -> None:
-        """Hold this rank's mutex until the calling thread ends, which is a rank's main thread."""
+        """Lock this rank's mutex until the calling thread, the rank's main thread, ends."""
         if local_rank >= _NUM_MUTEXES:
             return
         attributes = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
@@ -44,18 +44,18 @@ class EarlyEnds:
         ]
         word = self._word(local_rank)
         if not any(results) and word.value == threading.get_native_id():
-            word.value |= _WAITERS  # or the kernel would wake nobody
+            word.value |= _WAITERS  # without this flag the kernel wakes no waiter
 
     def is_held(self, local_rank: int) -> bool:
-        """Whether a process holds this rank's mutex, so that its end can be waited for."""
+        """Whether a process holds this rank's mutex, so that `wait` can wait for its end."""
         if _SYS_FUTEX is None or local_rank >= _NUM_MUTEXES:
             return False
         return _is_held(self._word(local_rank).value)
 
     def wait(self, local_rank: int) -> None:
         """Wait until the process that holds this rank's mutex begins to end, or executes another program."""
-        # Not by pthread_mutex_lock: it may abort this process if the rank has written over the mutex. The value is read
-        # once: for what it is when its owner has ended nobody is woken any more.
+        # Not by pthread_mutex_lock, which may abort this process if the rank has overwritten the mutex. Test and wait
+        # for the same value: with a second read, the owner could end in between, and nothing would wake this thread.
         while _is_held(value := self._word(local_rank).value):
             expected = ctypes.c_uint32(value)
             self._libc.syscall(_SYS_FUTEX, self._address(local_rank), _FUTEX_WAIT, expected, None, None, 0)
@@ -65,7 +65,7 @@ class EarlyEnds:
         return ctypes.c_void_p(start + local_rank * _MUTEX_BYTES)
 
     def _word(self, local_rank: int) -> ctypes.c_uint32:
-        """The mutex's first word: its owner's thread, and the two flags."""
+        """Return the mutex's first word: the id of its owner's thread, and two flags."""
         return ctypes.c_uint32.from_buffer(self._memory, local_rank * _MUTEX_BYTES)
 
 

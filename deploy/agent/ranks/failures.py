@@ -11,8 +11,8 @@ from typing import Any
 
 from nodekit.deploy.host.schema import WorkerFailure
 
-# What a rank prints when another one went away. A rank that says this did not start it.
 _OURS = re.compile(r"/deploy/(?:\w+/)*forkserver\.py")
+# What a rank prints when it has lost a peer: its failure is not the first one.
 _SECONDARY = re.compile(
     r"Connection (?:reset|closed) by (?:remote )?peer|Broken pipe|Connection refused by peer"
     r"|ncclRemoteError|remote process exited|Socket Timeout|Timed out waiting \d+ms for (?:recv|send)"
@@ -26,18 +26,18 @@ _SECONDARY = re.compile(
 _IN_VAIN = re.compile(
     r"failed to pass monitoredBarrier|reached monitoredBarrier, but|wait timeout after \d+ms, keys"
 )
-# In these words it is named who was waited for.
+# Messages that name the ranks that were waited for.
 _AWAITED = re.compile(
     r"Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrier"
     r"|wait timeout after \d+ms, keys: \S*//(?:cpu|cuda)//\S*/(?P<rank>\d+)\s*$",
     re.MULTILINE,
 )
-# Words of the network, where what another rank did cannot be told from a fault of this one.
+# Network errors: either this rank or another one may have caused them.
 _NETWORK = re.compile(
     r"\bNCCL\b|nccl[A-Z]\w+Error|\bgloo\b|c10d|Dist(?:Backend|Network|Store)Error|TCPStore|client socket has",
     re.IGNORECASE,
 )
-# ... and in these it can: nobody else did that.
+# Errors that this rank or its host has caused itself, even if they also mention the network.
 _OWN = re.compile(
     r"address already in use|EADDRINUSE|Duplicate GPU|no socket interface|neither AF_INET|out of memory"
     r"|No space left|Unable to find (?:address|interface)|Unable to resolve|invalid usage|unhandled cuda error",
@@ -48,12 +48,12 @@ _NEVER_STARTS = re.compile(
     r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError|NameError)\b"
     r"|(kit|python -m nodekit\.training): .*\d+ GPU\(s\) are planned for this node, and torch "
 )
-# A deterministic training has the same loss again: `training/steps/not_finite.py` says it in these words.
+# The message of `training/steps/not_finite.py`: a deterministic training gets the same loss again.
 _ENDS_SO_AGAIN = re.compile(
     r"(python -m nodekit\.training|(\w+\.)*NotFinite): the (loss|weights) .*: training ends here \("
 )
-# argparse, click and shells; of argparse's the head may be too long ago to be among a rank's last words. Status 2 alone
-# says nothing: python ends so for a file that it cannot open, make and bash for most of what goes wrong.
+# argparse, click and shells; the head of argparse's usage may lie above a rank's last lines. Status 2 alone proves
+# nothing: python exits so when it cannot open a file, make and bash for most errors.
 _USAGE = re.compile(
     r"^\s*usage:|^[^\n:]+: error: (?:unrecognized arguments|the following arguments are required"
     r"|ambiguous option|one of the arguments |argument )",
@@ -62,13 +62,13 @@ _USAGE = re.compile(
 _NO_SCRIPT = re.compile(r"^\S*python[\d.]*: can't (?:open file|find '__main__')", re.MULTILINE)
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# The stack of a C++ exception: a dozen lines that push the message out of sight.
+# The stack of a C++ exception: a dozen lines that would push the message out of the last lines.
 _FRAME = re.compile(r"frame #\d+:|#\d+ .* from |C\+\+ CapturedTraceback:|Exception raised from ")
 _HEADER = "Traceback (most recent call last):"
 _FATAL = "Fatal Python error: "
 _LINES_BEFORE_FATAL, _FATAL_FRAMES = 6, 8
 _MAX_ERROR_LINES = 60
-_MAX_LINE_CHARS = 2000  # what is written goes into an event, and with others into the status, each second
+_MAX_LINE_CHARS = 2000  # the text goes into an event, and with others into the status, each second
 _MAX_MESSAGE_LINES = 30
 _LAST_LINES = 10
 _TELLING_LINES = 12
@@ -79,27 +79,27 @@ _NODES_FAULT = re.compile(
 )
 _UNHEARD = (signal.SIGKILL, signal.SIGSTOP)
 CLOSE_S = 5.0
-"""Two failures this close to each other are told apart by what they say, not by when."""
+"""Of two failures no further apart than this, the messages, not the times, tell which one came first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One worker that ended with another status than 0."""
+    """The failure of one worker: any exit status other than 0."""
 
     node: str
     rank: int
     world_size: int
-    """Of its attempt: all of these ended with it."""
+    """Of its attempt, whose ranks all ended with it."""
     attempt: str
     exitcode: int
-    """Negative: the signal that killed it."""
+    """Negative for the signal that killed it."""
     when: float
     """Seconds since the epoch, by the control machine's clock."""
     log: str
     error: str
     """Its last traceback, or the last lines it wrote."""
     kernel: tuple[str, ...] = ()
-    """What the kernel of its node said of it."""
+    """Lines of its node's kernel log about it."""
 
     @classmethod
     def of(
@@ -110,13 +110,13 @@ class Failure:
         when: float = 0.0,
         clock_offset: float = 0.0,
     ) -> Failure:
-        """From what a node's agent wrote down, as far as that makes sense.
+        """Build it from what a node's agent wrote down; fields of a wrong type get a default.
 
         Args:
-            node: its name.
-            told: of a status or an event.
-            when: where it does not say.
-            clock_offset: its clock minus the control machine's.
+            node: the name of the node.
+            told: the fields, from a status or an event.
+            when: the time, if the fields have none.
+            clock_offset: the node's clock minus the control machine's, in seconds.
         """
 
         def number(name: str, otherwise: float) -> float:
@@ -144,9 +144,9 @@ class Failure:
 
 
 def last_words(text: str, exitcode: int) -> str:
-    """What of a log tells why its process ended so.
+    """Return the part of a log that shows why its process ended with this exit code.
 
-    SIGKILL leaves no time for words: what is there is of before, and only shown as its last lines.
+    After SIGKILL that is just the last lines: a process cannot print anything about it, so any traceback is older.
     """
     return _last_lines(_lines_of(text)) if -exitcode in _UNHEARD else last_traceback(text)
 
@@ -165,7 +165,7 @@ def _last_lines(lines: Sequence[str]) -> str:
 
 
 def last_traceback(text: str) -> str:
-    """The last Python traceback in a log, without torch's ``[rankN]:`` prefixes; else the last lines."""
+    """Return the last Python traceback in a log, without torch's ``[rankN]:`` prefixes; without one, the last lines."""
     lines = _lines_of(text)
     starts = [number for number, line in enumerate(lines) if line.startswith(_HEADER)]
     fatal = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
@@ -176,8 +176,8 @@ def last_traceback(text: str) -> str:
     end = starts[-1] + 1
     while end < len(lines) and lines[end].startswith((" ", "\t")):
         end += 1
-    # The exception; a message of several lines goes on to the next empty or log-like one, or to the last words of
-    # an interpreter whose gloo threads abort it while it ends.
+    # The exception's message ends before the next empty or log-like line, or before "terminate called" from gloo's
+    # threads, which may abort an interpreter while it exits.
     message = end + 1
     while (
         message < len(lines)
@@ -192,7 +192,7 @@ def last_traceback(text: str) -> str:
 
 
 def _fatal(lines: Sequence[str], begin: int) -> str:
-    """What python shows when a signal ends it: what was said before, and the user's frames, the last call first."""
+    """Return what python prints when a signal ends it: the lines before, and the user's frames, innermost first."""
     before = [line for line in lines[:begin] if line.strip()][-_LINES_BEFORE_FATAL:]
     threads = [number for number in range(begin, len(lines)) if lines[number].startswith("Current thread ")]
     frames: list[str] = []
@@ -208,14 +208,14 @@ def _fatal(lines: Sequence[str], begin: int) -> str:
 
 
 def _only_ends(lines: Sequence[str]) -> bool:
-    """Whether from this traceback on nothing but the end of the interpreter is told: its threads abort it."""
+    """Whether nothing follows this traceback but the abort of the exiting interpreter by its threads."""
     last = last_traceback("\n".join(lines)).splitlines()[-1]
     rest = lines[max(number for number, line in enumerate(lines) if line == last) + 1 :]
     return not any(re.match(r"(?!terminate called|\[(?!/)|\s*$)", line) for line in rest)
 
 
 def message_of(error: str) -> str:
-    """Of a traceback what comes after its frames: the lines of code in it are no message. Else all of it."""
+    """Return the message of a traceback, without its frames and their lines of code; any other text unchanged."""
     lines = error.splitlines()
     if not lines or not lines[0].startswith(_HEADER):
         return error
@@ -224,14 +224,14 @@ def message_of(error: str) -> str:
 
 
 def _telling(error: str) -> str:
-    """The few lines that say what happened: the user's own output above them may speak of anything."""
+    """Return the few lines that say what happened, without the user's own output above them."""
     message = message_of(error)
     lines = [line for line in message.strip().splitlines() if not line.startswith('  File "')]
     return "\n".join(lines[-_TELLING_LINES:] if message == error else lines[:_TELLING_LINES])
 
 
 def _raised_in(error: str) -> str:
-    """The file whose line raised."""
+    """Return the file of a traceback's innermost frame; "" if there is no traceback."""
     files = re.findall(r'^  File "([^"]+)", line', error, re.MULTILINE)
     return files[-1] if files and error.startswith(_HEADER) else ""
 
@@ -241,14 +241,14 @@ def is_secondary(error: str, exitcode: int) -> bool:
     if exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM):
         return True
     if -exitcode in _UNHEARD:
-        return False  # its last words are of before
+        return False  # its last lines were printed before the signal
     if _LOCAL.search(_raised_in(error)):
         return False  # a peer was lost, but one that it had started itself
     return bool(_SECONDARY.search(_telling(error)))
 
 
 def is_cause(error: str, exitcode: int) -> bool:
-    """Whether these last words alone tell why the round has ended: no other rank's can change that."""
+    """Whether this error alone shows why the round has ended, whatever other ranks report."""
     said = _telling(error)
     return not is_secondary(error, exitcode) and not _IN_VAIN.search(said) and not _NETWORK.search(said)
 
@@ -256,24 +256,25 @@ def is_cause(error: str, exitcode: int) -> bool:
 def blames_another(failure: Failure) -> bool:
     """Whether a failure is secondary, or names another rank that did not come.
 
-    Who waited in vain is charged for it all the same (`is_secondary`): the next attempt would wait as long.
+    `is_secondary` is False for a rank that gave up waiting, so that it counts as a failure: the next attempt would wait
+    as long.
     """
     return is_secondary(failure.error, failure.exitcode) or bool(_IN_VAIN.search(_telling(failure.error)))
 
 
 def tells_its_end(error: str) -> bool:
-    """Whether these last words are of the end itself, and not the last of what was printed before."""
+    """Whether this text is a traceback or fatal error, and not just the last lines that were printed before the end."""
     return error.startswith(_HEADER) or _FATAL in error
 
 
 def may_be_the_kernels(error: str, exitcode: int) -> bool:
-    """Whether the kernel of its node may have something to say of it."""
+    """Whether the kernel log of the node may say more about a failure."""
     number = -exitcode if exitcode < 0 else exitcode - 128
     return number in _KERNELS or bool(_NODES_FAULT.search(message_of(error)))
 
 
 def never_starts(error: str, exitcode: int) -> bool:
-    """Whether a command that ended so would end so again: not found, wrong usage, code that cannot be imported."""
+    """Whether a command would fail the same way again: not found, wrong usage, code that cannot be imported."""
     if exitcode in (126, 127) or is_wrong_usage(error, exitcode):
         return True
     if exitcode in (1, 2) and _NO_SCRIPT.search(error):
@@ -283,7 +284,7 @@ def never_starts(error: str, exitcode: int) -> bool:
 
 
 def ends_so_again(error: str) -> bool:
-    """Whether a rank that has trained would end so again: its loss is not finite, and it was told to stop then."""
+    """Whether a rank that has trained would fail the same way again: it stopped for a loss or weights not finite."""
     return bool(_ENDS_SO_AGAIN.match((error.strip().splitlines() or [""])[-1]))
 
 
@@ -293,29 +294,29 @@ def is_wrong_usage(error: str, exitcode: int) -> bool:
 
 
 def awaited(failures: Sequence[Failure]) -> tuple[int, ...]:
-    """The ranks that those who gave up waiting name as the ones that did not come."""
+    """Return the ranks that other ranks, which gave up waiting, name as the ones that did not come."""
     found = [match for each in failures for match in _AWAITED.finditer(_telling(each.error))]
     ranks = {int(rank) for match in found for rank in re.findall(r"\d+", match["ranks"] or match["rank"])}
     return tuple(sorted(ranks - {each.rank for each in failures}))
 
 
 def was_told(failure: Failure) -> bool:
-    """Whether SIGTERM ended it."""
+    """Whether SIGTERM ended the worker."""
     return failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def is_network(failure: Failure) -> bool:
-    """Whether it speaks of the network between the ranks: then it may be another rank's doing."""
+    """Whether the error is one of the network between the ranks, so that another rank may have caused it."""
     said = _telling(failure.error)
     return bool(_NETWORK.search(said)) and not _OWN.search(said)
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The failure that began it; None without failures.
+    """Return the failure that caused the others; None without failures.
 
-    The earliest one that is not secondary. One that speaks of the network gives way to another that does not, close
-    to it. Else one that was told to end, for kit's own agent tells none before it has looked. When all are secondary
-    (a node died), the earliest of these.
+    This is the earliest failure that neither is secondary nor names another rank; a network error gives way to any
+    other error within `CLOSE_S`. If there is none, it is the earliest by a SIGTERM, which kit's own agent sends only
+    after it has collected failures; and if all are secondary (a node died), the earliest of these.
     """
     if not failures:
         return None
@@ -323,7 +324,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
     if not causes:
         causes = [failure for failure in failures if was_told(failure)] or list(failures)
     if all(blames_another(failure) and not was_told(failure) for failure in causes):
-        # One that names who was waited for says most.
+        # Prefer an error that names the ranks that were waited for.
         causes = [failure for failure in causes if _AWAITED.search(_telling(failure.error))] or causes
     first = min(causes, key=lambda failure: failure.when)
     own = [each for each in causes if not is_network(each) and each.when < first.when + CLOSE_S]
@@ -331,7 +332,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
 
 
 def how_it_ended(exitcode: int) -> str:
-    """``exit status 1`` or ``killed by SIGKILL``."""
+    """Return an exit code in words: ``exit status 1`` or ``killed by SIGKILL``."""
     number = -exitcode if exitcode < 0 else exitcode - 128
     if exitcode >= 0 and number not in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
         return f"exit status {exitcode}"

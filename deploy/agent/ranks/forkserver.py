@@ -1,17 +1,17 @@
-"""A process with torch imported that forks workers from itself, so that a start, and a restart, costs no imports.
+"""A process with torch imported that forks workers from itself, so that no start or restart waits for imports.
 
-It is forked from the agent before that has threads, and has none itself. It speaks JSON lines over a socket pair
-and only when asked: workers that ended stay unreaped, so no pid is anybody else's, until it is told to clear up.
-When its socket closes, with the agent in whatever way that ended, it kills what it started and ends.
+The server is forked from the agent before the agent has threads, and has none itself. It answers requests, as JSON
+lines over a socket pair. Workers that have ended stay unreaped until a request to clear up, so that no other process
+gets their pids. When the socket closes, however the agent ended, the server kills the workers and exits.
 
-A forked worker is to the user's script what a fresh interpreter is, but for what is imported already. Where that
-cannot be had (`refusal`), the child executes the command instead.
+To the user's script a forked worker looks like a fresh interpreter, except for what is imported already. Where a fork
+cannot look like one (`refusal`), it executes the command instead.
 
-The memory of a worker that has ended is taken back while the next attempt begins. What takes its place begins the
-user's program only after that, when files, ports and memory are free again.
+The kernel frees the memory of a worker that has ended while the next attempt begins. The worker that replaces it runs
+the user's program only after that, when files, ports and memory are free again.
 
-To fork a process of this size takes 0.01 to 0.02 s. So once workers run, as many forks as were started last wait for
-the next start. They share their memory with the server, and know nothing yet of what they will become; those for kit's
+Forking a process of this size takes 0.01 to 0.02 s. So while workers run, as many spare forks as were started last wait
+for the next start. They share their memory with the server, and learn only then which command to run; those for kit's
 training module rehearse it (`rehearsal.py`).
 """
 
@@ -45,33 +45,33 @@ from nodekit.deploy.agent.ranks.target import TRAINING, Target, refusal, unforka
 from nodekit.deploy.host import processes
 
 ANSWER_TIMEOUT_S = 120.0
-IMPORTS_S = 240.0  # for the imports, which may come over NFS
-ENDING_LOOK_S = 0.005  # at those of which only memory is left
-IDLE_S = 1.0  # without a request, until the next start is prepared for: workers that start need the cores
+IMPORTS_S = 240.0  # how long the imports may take, which may come over NFS
+ENDING_LOOK_S = 0.005  # between two polls of ended workers whose memory the kernel still frees
+IDLE_S = 1.0  # how long without a request until a spare fork is made: workers that start need the cores
 
 
 class ServerLost(Exception):
-    """The fork server does not answer; it, and with it its workers, is dead."""
+    """The fork server did not answer as it should, and was killed with its workers."""
 
 
 class ForkServer:
-    """The agent's end."""
+    """The agent's end of the connection to the fork server."""
 
     def __init__(self, pid: int, connection: socket.socket, early_ends: EarlyEnds) -> None:
         self.pid = pid
         self.early_ends = early_ends
-        """Of the workers, but for those that execute another program."""
+        """Notices that a worker ends; not one that executes another program."""
         connection.settimeout(ANSWER_TIMEOUT_S)
         self._socket = connection
         self._answers = connection.makefile("rb")
         self._number = 0
-        self._imports_since: float | None = None  # asked for by `preload`, and not known to be done
+        self._imports_since: float | None = None  # when `preload` asked for imports; None once they are done
 
     @classmethod
     def start(cls, preload: Sequence[str]) -> ForkServer:
-        """Fork the server, which then imports `preload` by itself; call it before anything else, CUDA above all.
+        """Fork the server, which then imports `preload`; call this before threads are started or CUDA is used.
 
-        What an agent has it import is `PRELOAD` in deploy/agent/main.py.
+        An agent passes `PRELOAD` of deploy/agent/main.py.
         """
         if threading.active_count() > 1:
             raise RuntimeError("a fork server must be started before any thread")
@@ -79,7 +79,7 @@ class ForkServer:
         sys.stderr.flush()
         ours, theirs = socket.socketpair()
         early_ends = EarlyEnds()
-        # The server hears no signal, whoever sends one to the agent's whole group; workers get this mask back.
+        # The server blocks all signals, such as one to the agent's process group; workers get this mask back.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         agent = os.getpid()
         pid = os.fork()
@@ -97,7 +97,7 @@ class ForkServer:
         return cls(pid, ours, early_ends)
 
     def ask(self, op: str, **args: Any) -> dict[str, Any]:
-        """Have the server do something."""
+        """Send a request to the server, and return its answer."""
         with self._or_lost():
             self._send(op, args)
             answer = self._answer()
@@ -105,21 +105,21 @@ class ForkServer:
         return answer
 
     def post(self, op: str, **args: Any) -> None:
-        """Have the server do something, before what it is asked next, and do not wait for it."""
+        """Send a request to the server without waiting for the answer; requests are handled in order."""
         with self._or_lost():
             self._send(op, args)
 
     def preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
-        """Have the server import more, in this environment; `is_ready` tells when it has."""
+        """Have the server import more modules, in this environment; `is_ready` tells when they are imported."""
         with self._or_lost():
             self._send("preload", {"names": [*names], "env": dict(env)})
         self._imports_since = time.monotonic()
 
     def is_ready(self) -> bool:
-        """Whether the server has all its imports, so that it answers at once.
+        """Whether the server has finished its imports, so that it answers at once.
 
         Raises:
-            ServerLost: it has ended, or its imports take longer than `IMPORTS_S`.
+            ServerLost: the server has ended, or its imports take longer than `IMPORTS_S`.
         """
         if self._imports_since is None:
             return True
@@ -133,7 +133,7 @@ class ForkServer:
 
     @contextlib.contextmanager
     def _or_lost(self) -> Iterator[None]:
-        """End the server where it does not answer as it should."""
+        """Kill the server, and raise `ServerLost`, if it does not answer as it should."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -141,7 +141,7 @@ class ForkServer:
             raise ServerLost from error
 
     def _send(self, op: str, args: Mapping[str, Any]) -> None:
-        # An answer that was never read, because of an exception, is not taken for the next one.
+        # With a number, so that an answer left unread by an exception is not taken for that of a later request.
         self._number += 1
         self._socket.sendall(json.dumps({"number": self._number, "op": op, **args}).encode() + b"\n")
 
@@ -152,7 +152,7 @@ class ForkServer:
                 return answer
 
     def close(self) -> None:
-        """End the server, and with it its workers."""
+        """Kill the server, and with it its workers."""
         if self._socket.fileno() < 0:
             return
         self._answers.close()
@@ -163,7 +163,7 @@ class ForkServer:
 
 
 class _Server:
-    """The server's end."""
+    """The server's end of the connection: handles the agent's requests."""
 
     def __init__(
         self, connection: socket.socket, mask: set[signal.Signals | int], early_ends: EarlyEnds
@@ -173,20 +173,20 @@ class _Server:
         self._early_ends = early_ends
         self._path, self._env = sys.path[:], dict(os.environ)  # before imports have changed them
         self._began_s = time.time()
-        self._set_by_imports: list[tuple[str, str | None, str]] = []  # a variable, what it was, and is
+        self._set_by_imports: list[tuple[str, str | None, str]] = []  # a variable, its value before and after
         self._pids: dict[int, int] = {}
         self._waiting: dict[int, int] = {}  # pid of a fork that waits for a start → the pipe that it reads
-        self._num_wanted = 0  # of these
+        self._num_wanted = 0  # how many of these there should be
         # The options of kit's training module, if that was started last.
         self._rehearsed: Sequence[str] | None = None
-        # Known here: each fork would have the kernel copy many pages by looking at all modules.
+        # Looked up once: a fork that went through all modules would make the kernel copy many shared pages.
         self._own_modules: list[str] = []
         self._agent = 0
         self._stuck: set[int] = set()
-        self._ending: set[int] = set()  # of which nothing but memory is left
+        self._ending: set[int] = set()  # pids of ended workers whose memory the kernel still frees
 
     def serve(self, preload: Sequence[str], agent: int) -> None:
-        """Answer until the agent is gone."""
+        """Import `preload`, then handle requests until the agent is gone."""
         self._agent = agent
         worker.die_with(agent)
         processes.adopt_orphans()  # so that `clear_up` finds what workers leave behind
@@ -195,7 +195,9 @@ class _Server:
         os.closerange(ours + 1, os.sysconf("SC_OPEN_MAX"))
         _import(preload)
         self._own_modules = fresh.loaded_of_ours()
-        worker.die_with(None)  # from here on we see its end ourselves, and end also what workers started
+        worker.die_with(
+            None
+        )  # from here on the socket shows its end; then what workers have started is killed too
         for line in self._requests():
             request = json.loads(line)
             answer: dict[str, Any] = {"number": request["number"]}
@@ -211,7 +213,7 @@ class _Server:
         children.clear_up(self._pids, but=self._stuck)
 
     def _requests(self) -> Iterator[bytes]:
-        """Each as it comes; while none does, forks for the next start are made."""
+        """Yield each request as it comes; while none comes, make forks for the next start."""
         unread = b""
         while True:
             line, is_whole, rest = unread.partition(b"\n")
@@ -223,7 +225,7 @@ class _Server:
             elif len(self._waiting) < self._num_wanted and not self._has_request(IDLE_S):
                 try:
                     self._waiting.update([self._new_fork(self._rehearsed)])
-                except OSError:  # for lack of memory, say: not before the next start
+                except OSError:  # for lack of memory, say: try no more before the next start
                     self._num_wanted = 0
             elif came := self._socket.recv(1 << 16):
                 unread += came
@@ -234,8 +236,13 @@ class _Server:
         return bool(select.select([self._socket], [], [], timeout_s)[0])
 
     def _clear(self, stay: Collection[int], *, waits: bool) -> dict[int, tuple[str, str]]:
-        """End all workers but those that stay; those that SIGKILL does not end."""
-        self._ending = set()  # those of the last attempt are waited for, like all that it has left
+        """Kill all workers except the local ranks in `stay`; return those that SIGKILL does not end.
+
+        Args:
+            stay: local ranks that go on in the next attempt.
+            waits: whether to wait also until the kernel has freed the workers' memory.
+        """
+        self._ending = set()  # wait now for the ones that ended before this call
         staying = {key: pid for key, pid in self._pids.items() if key in stay}
         pids = {key: pid for key, pid in self._pids.items() if key not in staying}
         ending = None if waits else self._ending
@@ -247,15 +254,16 @@ class _Server:
     def _look_at_ending(self) -> None:
         ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
         if gone := {pid for pid in self._ending if os.waitid(os.P_PID, pid, ended)}:
-            # What they had started is ours now. What takes their place waits for its end, too: until they are reaped.
+            # What they had started is this process's child now: kill it before they are reaped, since the workers that
+            # replace them wait until then.
             children.clear_up({}, but=self._stuck | self._ending, stay=self._pids.values())
             for pid in gone:
                 os.waitpid(pid, 0)
             self._ending -= gone
 
     def _preload(self, names: Sequence[str], env: Mapping[str, str]) -> None:
-        """Import these in what is common to the environments of all ranks: libraries read it then, and change it."""
-        worker.die_with(self._agent)  # no worker is started yet that would have to be ended first
+        """Import modules under `env`, the variables common to all ranks: libraries read and change them on import."""
+        worker.die_with(self._agent)  # no worker is started yet that would have to be killed first
         os.environ.clear()
         os.environ.update(env)
         _import(names)
@@ -281,22 +289,22 @@ class _Server:
         return executed
 
     def _started(self, start: Mapping[str, Any]) -> int:
-        """The pid of a fork that has been told what to become."""
+        """Send a start to a spare fork, or to a new one, and return its pid."""
         while True:
             pid, pipe = self._waiting.popitem() if self._waiting else self._new_fork()
-            os.kill(pid, signal.SIGCONT)  # should somebody have stopped it
+            os.kill(pid, signal.SIGCONT)  # in case a SIGSTOP has stopped it
             try:
                 with open(pipe, "wb") as file:  # noqa: PTH123
                     file.write(json.dumps(start).encode())
-            except BrokenPipeError:  # somebody has ended it while it waited
+            except BrokenPipeError:  # it was killed while it waited
                 os.waitpid(pid, 0)
             else:
                 return pid
 
     def _new_fork(self, rehearsed: Sequence[str] | None = None) -> tuple[int, int]:
-        """A process that waits for what it is to become, and the pipe through which it is told.
+        """Fork a process that waits for a start; return its pid, and the pipe by which to send the start.
 
-        It first rehearses to be kit's training module with the options `rehearsed`.
+        With `rehearsed`, the options of kit's training module, the fork first rehearses them (`rehearsal.py`).
         """
         server = os.getpid()
         theirs, ours = os.pipe()
@@ -312,7 +320,7 @@ class _Server:
                 self._socket.close()
                 for pipe in (ours, *self._waiting.values()):
                     os.close(pipe)
-                # A signal for it ends it, and is not kept for the worker that it would become.
+                # A signal that comes while it waits must end it now, and not the worker later.
                 signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
                 if rehearsed is not None:
                     rehearse(rehearsed)
@@ -341,7 +349,7 @@ class _Server:
         assert target is not None
         argv[0] = sys.executable
         os.environ.clear()
-        ctypes.CDLL(None).clearenv()  # what libraries set behind python's back
+        ctypes.CDLL(None).clearenv()  # also what libraries have set without python
         os.environ.update(env)
         os.environ.update({name: now for name, was, now in self._set_by_imports if env.get(name) == was})
         os.chdir(cwd)
@@ -355,8 +363,9 @@ class _Server:
         fresh.forget_listings(self._began_s)
         os.register_at_fork(
             after_in_child=functools.partial(worker.be_read_by, self._agent)
-        )  # its loaders' too
-        sys.modules["__main__"] = ModuleType("__main__")  # and nowhere here, so that its end is as python's
+        )  # data loaders too
+        # Referenced nowhere else, so that `fresh` can free it at the end as python does.
+        sys.modules["__main__"] = ModuleType("__main__")
         sys.modules["__main__"].__dict__.update(
             __annotations__={}, __builtins__=builtins, __loader__=BuiltinImporter
         )
@@ -380,20 +389,20 @@ class _Server:
         fresh.run(target)
 
     def _wait_to_begin(self, start: Mapping[str, Any]) -> None:
-        """In a worker: until what it takes the place of is gone, with its ports and files; then tell of its own end."""
+        """Wait, in a worker, until the workers it replaces have freed their ports and files; then hold its mutex."""
         children.wait_until_reaped(start["after"])
         self._early_ends.hold(start["local_rank"])
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import what there is of these, for the forks that are to come."""
+    """Import those of the modules that there are, and keep their objects out of the forks' garbage collection."""
     gc.disable()
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     sys.stdout.flush()
     sys.stderr.flush()
-    # What imports have made is ours, and no rank's to take apart: torch has 170 of these, a rank's last 0.04 s.
+    # No rank needs to run the finalizers of what the imports made: torch has 170, which took a rank 0.04 s at its end.
     for each in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         each.atexit = False
     gc.collect()

@@ -1,4 +1,4 @@
-"""Makes a fork what a fresh interpreter would be, but for its imports; runs its target, and ends as python does."""
+"""Make a fork look like a fresh interpreter, except for its imports; run its target, and exit as python does."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from typing import Any, NoReturn
 
 from nodekit.deploy.agent.ranks.target import Target
 
-_COARSE_CLOCK_S = 2.0  # the longest for which a file system has one time
+_COARSE_CLOCK_S = 2.0  # the coarsest resolution of a file system's times
 _FLUSH_FAILED = 120  # python's exit status when what was printed could not be written
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 
 
 def missing_gpus(torch: Any, env: Mapping[str, str]) -> str:
-    """Why the rank would train on the CPU though it was planned for a GPU; "" if it would not.
+    """Return why the rank would train on the CPU although the plan gives it a GPU; "" if it would not.
 
-    Nothing here wakes CUDA, which a script may yet want to leave to the processes that it forks.
+    This does not initialize CUDA, since a script may want to do that only in processes that it forks.
     """
     planned = int(env.get("NODEKIT_NUM_GPUS") or 0)
     needed = min(planned, int(env.get("LOCAL_WORLD_SIZE") or 1))
@@ -50,7 +50,7 @@ def missing_gpus(torch: Any, env: Mapping[str, str]) -> str:
 
 
 def forget_the_agent() -> None:
-    """Put back what imports, and time, have left in modules that a fresh interpreter would have anew."""
+    """Reset the state of modules that a fresh interpreter would have anew: random seeds, thread id, folders."""
     if not (os.environ.get("PYTHONFAULTHANDLER") or sys.flags.dev_mode):
         faulthandler.disable()
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
@@ -62,31 +62,31 @@ def forget_the_agent() -> None:
     if numpy := sys.modules.get("numpy.random"):
         numpy.seed()
     if torch := sys.modules.get("torch"):
-        torch.default_generator.seed()  # python's own random sees to itself
+        torch.default_generator.seed()  # python's own random reseeds itself after a fork
         _keep_process_groups(torch)
 
 
 def forget_listings(began_s: float) -> None:
-    """Have python list those folders again in which a file may be that it has not seen, by when the server began.
+    """Drop python's cached listings of folders that may have new files since the server began at `began_s`.
 
-    Others it lists again by itself, if their time of change is another one; to list all takes 0.01 s.
+    Python itself lists a folder again whose modification time differs; to list all folders again takes 0.01 s.
     """
     for path, finder in [*sys.path_importer_cache.items()]:
         if finder is None or not path.startswith("/"):
-            del sys.path_importer_cache[path]  # it may be there by now, or elsewhere
+            del sys.path_importer_cache[path]  # it may exist by now, or a relative one be another folder
         elif getattr(finder, "_path_mtime", began_s) > began_s - _COARSE_CLOCK_S:
             finder.invalidate_caches()  # type: ignore[attr-defined]  # all that come with python have it
 
 
 def loaded_of_ours() -> list[str]:
-    """The names of kit's own modules that are imported."""
+    """Return the names of kit's own modules that are imported."""
     return [name for name in sys.modules if name == "nodekit" or name.startswith("nodekit.")]
 
 
 def forget_ours(ours: Sequence[str], *, but: str) -> None:
-    """Forget kit's own modules, but for those of a package that this rank would only import again, from the same files.
+    """Unload kit's own modules `ours`, except package `but` if this rank would import it from the same files again.
 
-    To import them takes 0.04 s and more. Nothing of them has been called.
+    Importing that package again takes 0.04 s and more. None of its functions has been called yet.
     """
     kept: set[str] = set()
     if but in ours:
@@ -105,11 +105,11 @@ def forget_ours(ours: Sequence[str], *, but: str) -> None:
 
 
 def _keep_process_groups(torch: Any) -> None:
-    """Have gloo's process groups live until the process ends, also those that are destroyed.
+    """Keep gloo's process groups alive until the process ends, even those that are destroyed.
 
-    The last reference to one, often that of a DistributedDataParallel, joins gloo's threads while it has the GIL. One
-    of them may just then wait for the GIL, to let go of what the last collective brought with it: both wait for ever
-    (torch 2.13; pytorch/examples' multinode.py, where all is imported already, in most of its runs).
+    Whoever drops the last reference to one, often a DistributedDataParallel, joins gloo's threads while holding the
+    GIL. One of these threads may need the GIL just then to free the last collective's objects: a deadlock (torch 2.13;
+    pytorch/examples' multinode.py, where all is imported already, in most of its runs).
     """
     if not torch.distributed.is_available():
         return
@@ -126,10 +126,10 @@ def _keep_process_groups(torch: Any) -> None:
 
 
 def set_num_threads(number: int) -> None:
-    """Do what OMP_NUM_THREADS does, in libraries that have read it already."""
+    """Set the number of threads as OMP_NUM_THREADS would, in libraries that have read the variable already."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(number)
-    with Path("/proc/self/maps").open() as maps:  # numpy says nowhere how its BLAS is set
+    with Path("/proc/self/maps").open() as maps:  # numpy has no call that sets its BLAS's threads
         libraries = {line.split(maxsplit=5)[5].strip() for line in maps if "openblas" in line}
     for library in libraries:
         for name in (
@@ -142,14 +142,14 @@ def set_num_threads(number: int) -> None:
 
 
 def show_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """Have ``ps`` show this command line and environment, where the kernel lets us."""
+    """Make ``ps`` show this command line, and environment too where the kernel permits it."""
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     arg_start, arg_end = int(fields[45]), int(fields[46])
     command = b"".join(os.fsencode(word) + b"\0" for word in argv)
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
     text = ctypes.create_string_buffer(command + variables)
     text_start = ctypes.addressof(text)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(text))  # the kernel looks there for as long as we live
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(text))  # the kernel reads it until the process ends
     brk = ctypes.CDLL(None).sbrk
     brk.restype = ctypes.c_size_t
     addresses = [
@@ -171,7 +171,7 @@ def show_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def run(target: Target) -> NoReturn:
-    """Run the target as python does, and end as it does."""
+    """Run the target as python would, and exit as python would."""
     status, interrupted = 0, False
     names = sys.modules["__main__"].__dict__
     try:
@@ -179,7 +179,7 @@ def run(target: Target) -> NoReturn:
             if target.is_module:
                 runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
             else:
-                # The path is not normalised, as python's is not; and the names go when the script ends.
+                # As python does: leave the path unnormalised, and remove the names when the script ends.
                 path = os.path.join(os.getcwd(), target.name)  # noqa: PTH109, PTH118
                 names.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
                 with io.open_code(path) as file:
@@ -208,9 +208,10 @@ def run(target: Target) -> NoReturn:
 
 
 def _end(status: int, *, interrupted: bool) -> NoReturn:
-    """End as python does, but for taking apart the interpreter and its libraries: all that dies with the process.
+    """Exit as python does, but without finalizing the interpreter and its libraries.
 
-    There gloo's threads, which still hold python objects of the last collective, deadlock or abort (torch 2.13).
+    During that finalization gloo's threads, which still hold python objects of the last collective, deadlock or abort
+    (torch 2.13).
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for all threads that are not daemons
     atexit._run_exitfuncs()
@@ -220,12 +221,12 @@ def _end(status: int, *, interrupted: bool) -> NoReturn:
     main = weakref.ref(sys.modules.pop("__main__"))
     sys.modules.pop("__mp_main__", None)
     gc.collect()
-    if (module := main()) is not None:  # somebody holds it: then python lets go of what it has, in this order
+    if (module := main()) is not None:  # still referenced: then python clears its names, in this order
         for name in sorted(vars(module), key=lambda name: not name.startswith("_")):
             if not name.startswith("__"):
                 vars(module)[name] = None
         gc.collect()
-    # What somebody else still has open: a text before the bytes that it is written to.
+    # Files that are still open elsewhere: text layers before the binary files below them.
     files = [each for each in gc.get_objects() if issubclass(type(each), io.TextIOBase | io.BufferedIOBase)]
     for file in sorted(files, key=lambda each: isinstance(each, io.BufferedIOBase)):
         with contextlib.suppress(Exception):
@@ -239,11 +240,11 @@ def _end(status: int, *, interrupted: bool) -> NoReturn:
 
 
 def _flush_streams() -> int:
-    """Write out what was printed; the exit status if that cannot be done, 0 else."""
+    """Flush stdout and stderr; return python's exit status for a failed flush, or 0."""
     status = 0
     for stream in (sys.stdout, sys.stderr):
         try:
-            # It may be of a class of the script's own, which need have no `closed`.
+            # The script may have set an object of its own, which need not have `closed`.
             if stream is not None and not getattr(stream, "closed", False):
                 stream.flush()
         except Exception as error:

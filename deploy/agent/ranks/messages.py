@@ -1,7 +1,7 @@
-"""What an agent tells its node's ranks while they run: a line of JSON in a FIFO that a rank may read.
+"""Send messages from an agent to its node's running ranks: a line of JSON in a FIFO for each rank.
 
-In another FIFO a rank may say that it waits for the next attempt. `training/group/agent_messages.py` is the other end.
-Who does not read is told nothing.
+In another FIFO a rank may report that it waits for the next attempt. `training/group/agent_messages.py` is the other
+end. A rank that does not read its FIFO gets no messages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 Kind = Literal["lost", "pause"]
-"""Another rank is lost; another node comes in."""
-_HAS_LOST = b"l"  # what a rank says that waits for the next attempt; b"p" where all have paused
+"""``lost``: another rank is lost; ``pause``: another node joins."""
+# Sent by a rank that lost a peer and waits for the next attempt; b"p" if all ranks have paused.
+_HAS_LOST = b"l"
 
 
 class Messages:
@@ -31,11 +32,11 @@ class Messages:
         self._kept: dict[int, int] = {}
 
     def path(self, local_rank: int) -> Path:
-        """The FIFO of this rank."""
+        """Return the path of this rank's FIFO."""
         return self._folder / f"local{local_rank}"
 
     def prepare(self, local_ranks: Iterable[int]) -> None:
-        """Make the FIFOs; on a file system that has none, there are no messages."""
+        """Make the FIFOs; on a file system without FIFOs there are no messages."""
         inbox = self._folder / "agent"
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -43,7 +44,8 @@ class Messages:
             with contextlib.suppress(OSError):
                 os.mkfifo(path, 0o600)
         if self.inbox is None:
-            with contextlib.suppress(OSError):  # for writing too: else it would end with each rank
+            # For writing too: without a writer, reads would report the end of the file.
+            with contextlib.suppress(OSError):
                 self.inbox = os.open(inbox, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def renew(self, local_rank: int) -> None:
@@ -87,7 +89,7 @@ class Messages:
         try:
             line = json.dumps(message).encode() + b"\n"
             return os.write(handle, line) == len(line)
-        except OSError:  # it reads no more
+        except OSError:  # the rank has stopped reading
             return False
         finally:
             os.close(handle)

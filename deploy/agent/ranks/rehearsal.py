@@ -1,7 +1,7 @@
-"""What a fork for kit's training module does while it waits for its start, so that this takes less time.
+"""Make the start of a waiting fork quicker: do beforehand, on a tiny model, what kit's training module does.
 
-It shares its memory with the server. Each page that it is the first to write to is copied then, even where only the
-counts of references change: 8,000 of them, half of what a start takes. Here it writes to many of them beforehand.
+A fork shares its memory with the server, and the kernel copies each page when the fork first writes to it, even if only
+reference counts change: 8,000 pages, half the time of a start. The rehearsal has many of them copied beforehand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUM_SAMPLES, _NUM_CLASSES, _SIDE = 4, 10, 8
 
 
 def rehearse(args: Sequence[str]) -> None:
-    """Read these options, and train a model of a few weights; nothing of it is kept."""
+    """Parse the options `args`, and train a model of a few weights; keep nothing, and ignore all errors."""
     nowhere = io.StringIO()
     with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         with contextlib.suppress(Exception, SystemExit):
@@ -30,11 +30,11 @@ def rehearse(args: Sequence[str]) -> None:
 
 def _train() -> None:
     torch = sys.modules.get("torch")
-    # A backward pass counts the GPUs, and from then on the process would have these, whatever its start says.
+    # A backward pass counts the GPUs, and torch would stay with this count, whatever the start's environment says.
     if torch is None or any((torch.version.cuda, torch.version.hip, torch.version.xpu)):
         return
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # starts none
+    torch.set_num_threads(1)  # so that no thread is started
     try:
         model = torch.nn.Sequential(
             torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * (_SIDE - 2) ** 2, _NUM_CLASSES)

@@ -1,7 +1,7 @@
-"""Turns a process into a worker: ties its life to its parent's, opens its log, and executes the user's command.
+"""Turn a process into a worker: tie its life to its parent's, open its log, and execute the user's command.
 
-A program of its own, ``python -I -S worker.py PARENT_PID LOG MAX_FILES CWD ARGV...``, because what stands between
-fork and exec must not be python code in an agent that has threads. The fork server's children call the same two steps.
+This is a program of its own, ``python -I -S worker.py PARENT_PID LOG MAX_FILES CWD ARGV...``, because an agent that has
+threads must not run python code between fork and exec. The fork server's children call the same two functions.
 """
 
 import ctypes
@@ -15,19 +15,19 @@ _libc = ctypes.CDLL(None)  # now: a child of a process with threads must not loa
 
 
 def die_with(parent: int | None, number: signal.Signals = signal.SIGKILL) -> None:
-    """Get this signal when the parent's thread that started us ends, however it ends; None: no longer."""
+    """Have the kernel send this signal when the thread that started this process ends; with None, cancel that."""
     _libc.prctl(_PR_SET_PDEATHSIG, number if parent else 0)
     if parent and os.getppid() != parent:
-        os._exit(1)  # it was gone before the line above took hold
+        os._exit(1)  # the parent had ended before prctl took effect
 
 
 def be_read_by(pid: int) -> None:
-    """Let a process and what it starts (py-spy) read this one's stack, which Ubuntu (Yama) allows only ancestors."""
+    """Let the process `pid` and its children (py-spy) read this one's stack: Ubuntu (Yama) allows only ancestors to."""
     _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def settle(parent: int, agent: int, log: str) -> None:
-    """Die with `parent`, be read by `agent`, in a session of our own, with `log` (appended, 0600) as our output."""
+    """Tie this process to `parent`, let `agent` read it, start a session, and append output to `log` (0600)."""
     die_with(parent)
     be_read_by(agent)
     os.setsid()
@@ -40,27 +40,27 @@ def settle(parent: int, agent: int, log: str) -> None:
 
 
 def execute(argv: list[str], env: dict[str, str], cwd: str) -> None:
-    """Become the command; never returns. "python" is this interpreter."""
+    """Replace this process by the command; never return. "python" means this interpreter."""
     program = sys.executable if argv[0] == "python" else argv[0]
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # python ignores them, and exec would hand that on
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # python ignores them, and a program would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.chdir(cwd)
-    except OSError as error:  # execvpe's would be taken for the program's
+    except OSError as error:  # not left to execvpe, whose error would name the program
         os.write(2, os.fsencode(f"kit: {cwd}, the copy of the code, cannot be entered: {error.strerror}\n"))
-        os._exit(1)  # no program is missing: 126 and 127 would say so
+        os._exit(1)  # not 126 or 127, which say that the program cannot be run
     try:
         os.execvpe(program, [program, *argv[1:]], env)
     except OSError as error:
         os.write(2, os.fsencode(f"kit: cannot run {program!r} in {cwd}: {error.strerror}\n"))
-        os._exit(127 if isinstance(error, FileNotFoundError) else 126)  # as a shell tells them apart
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)  # as a shell does
 
 
 if __name__ == "__main__":
-    import resource  # the agent has it already, and the fork server need not
+    import resource  # here, since the fork server, which imports this module, does not need it
 
     settle(int(sys.argv[1]), int(sys.argv[1]), sys.argv[2])
-    # The agent has raised its own; only now, for what it had open above this limit had to be closed first.
+    # Undo the agent's raised limit; only now, since descriptors above the lower one had to be closed first.
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (int(sys.argv[3]), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     )

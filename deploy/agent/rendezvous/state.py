@@ -94,7 +94,7 @@ class State(upstream._BackendRendezvousStateHolder):
         return {node for node, (_, seconds) in self._silences.items() if seconds > HEARTBEAT_S * HEARTBEATS}
 
     def _by_own_clock(self, deadline: datetime) -> datetime:
-        """Return a past time once the last call is over, else a future one; it begins when this node sees `deadline`."""
+        """Return a past time once the last call is over, else a future one; it begins when this node sees its end."""
         now = time.monotonic()
         if deadline != self._told_deadline:
             self._told_deadline = deadline
