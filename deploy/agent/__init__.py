@@ -1,4 +1,4 @@
-"""What runs on every node beside the ranks, with torch: meets the other agents, starts the ranks, records what happens.
+"""The agent, which runs on every node beside the ranks, with torch: joins the rendezvous, starts ranks, keeps records.
 
 It may import `training.snapshots` and `deploy.host`.
 """

@@ -1,9 +1,9 @@
-"""How the agents of one run talk to each other, and Slurm's tasks with their leader: authenticated frames over TCP.
+"""Authenticated frames over TCP, between the agents of a run, and between Slurm's tasks and their leader.
 
-Both sides prove that they know the run's token (HMAC over both sides' nonces; the token itself never travels), and
-every frame carries an HMAC under a key of this connection alone, of its direction and number, too: none can be changed,
-repeated, left out or sent back. Between agents' frames go file bytes, which carry none: their SHA-256 is in a frame.
-Nothing is encrypted: the bytes of the job's own collectives go over the same network in the clear.
+Both sides prove that they know the run's token by an HMAC over both sides' nonces; the token itself is never sent.
+Every frame carries an HMAC, under a key of this connection alone, that covers its direction and number too: no frame
+can be changed, repeated, left out or sent back. File contents go between the frames without one; a frame has their
+SHA-256. Nothing is encrypted: the job's own collectives cross the same network unencrypted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 CHUNK_BYTES = 1 << 20
 STALLED_AFTER_S = 10.0
-"""How long one send or receive may stand still."""
+"""How long one send or receive may go without progress."""
 CONNECT_S = 5.0
 _MAX_FRAME_BYTES = 64 << 20
 _NONCE_BYTES = _TAG_BYTES = 32
@@ -32,10 +32,10 @@ class WrongToken(ConnectionError):
 
 
 class Wire:
-    """A connection to another process of the run, once `prove`d.
+    """A connection to another process of the run; call `prove` first.
 
-    Used by one thread at a time, except for `abort`; and one thread may send frames while another one waits for them
-    with `receive_frame`.
+    Only one thread may use it at a time, with two exceptions: any thread may call `abort`, and one may send frames
+    while another waits in `receive_frame`.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -51,11 +51,11 @@ class Wire:
         self.close()
 
     def prove(self, token: str, *, is_client: bool, timeout_s: float = CONNECT_S) -> None:
-        """Prove to each other that both are of this run, all within `timeout_s` seconds.
+        """Authenticate both sides to each other by the run's token, within `timeout_s` seconds in all.
 
         Raises:
-            WrongToken: the other side is not.
-            OSError: the connection is lost, or it is too slow.
+            WrongToken: the other side has another token.
+            OSError: the connection is lost, or the other side is too slow.
         """
         deadline = time.monotonic() + timeout_s
         self._sock.settimeout(timeout_s)
@@ -69,7 +69,7 @@ class Wire:
         def proof(what: bytes) -> bytes:
             return hmac.digest(token.encode(), what + nonces, "sha256")
 
-        # The client goes first: a stranger who calls gets nothing to guess a token with.
+        # The client proves first, so that a stranger who connects gets no HMAC to guess the token from.
         if is_client:
             self._sock.sendall(proof(b"client"))
         try:
@@ -84,7 +84,7 @@ class Wire:
         self._sock.settimeout(STALLED_AFTER_S)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one frame."""
+        """Send a message as one frame of JSON."""
         self.send_frame(json.dumps(message).encode())
 
     def send_frame(self, data: bytes) -> None:
@@ -94,10 +94,10 @@ class Wire:
         self._sock.sendall(struct.pack("!I", len(data)) + tag + data)
 
     def receive(self, timeout_s: float = STALLED_AFTER_S) -> dict[str, Any]:
-        """The next frame.
+        """Return the message of the next frame.
 
         Raises:
-            OSError: none came in time, or the connection is lost, or the other side tells of an error.
+            OSError: none came in time, the connection is lost, or the other side reports an error.
         """
         self._sock.settimeout(max(timeout_s, 0.001))
         message = json.loads(self.receive_frame())
@@ -109,10 +109,10 @@ class Wire:
         return message
 
     def receive_frame(self) -> bytes:
-        """The bytes of the next frame, waited for as long as the socket's timeout says.
+        """Return the bytes of the next frame; wait for it as long as the socket's timeout.
 
         Raises:
-            OSError: the connection is lost, or this is not the frame that the other side sent next.
+            OSError: the connection is lost, none came in time, or the frame is not the next one that was sent.
         """
         (size,) = struct.unpack("!I", self._exactly(4))
         if size > _MAX_FRAME_BYTES:
@@ -129,12 +129,12 @@ class Wire:
         return self.receive()
 
     def send_bytes(self, file: BinaryIO, size_bytes: int) -> None:
-        """Send the first bytes of `file`, copied by the kernel alone."""
+        """Send the first `size_bytes` bytes of `file`, by sendfile(2)."""
         if size_bytes and self._sock.sendfile(file, 0, size_bytes) != size_bytes:
             raise ConnectionError("the file became shorter while it was sent")
 
     def receive_bytes(self, size_bytes: int, file: BinaryIO) -> str:
-        """Write that many bytes to `file`; returns their SHA-256."""
+        """Receive `size_bytes` bytes into `file`; return their SHA-256."""
         digest = hashlib.sha256()
         chunk = memoryview(bytearray(min(CHUNK_BYTES, max(size_bytes, 1))))
         while size_bytes:
@@ -147,19 +147,19 @@ class Wire:
         return digest.hexdigest()
 
     def abort(self) -> None:
-        """Wake whoever uses the connection, or waits for it to come about, with an OSError; from any thread."""
-        with contextlib.suppress(OSError):  # it is closed
+        """Make the thread that uses or opens this connection get an OSError; may be called from any thread."""
+        with contextlib.suppress(OSError):  # it is closed already
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._sock.close()
 
     def _tag(self, label: bytes, number: int, data: bytes) -> bytes:
         return hmac.digest(self._key, label + struct.pack("!Q", number) + data, "sha256")
 
     def _exactly(self, size_bytes: int, deadline: float | None = None) -> bytes:
-        """So many bytes; with a deadline all of them until then, else each part within the socket's timeout."""
+        """Receive exactly `size_bytes` bytes, all by `deadline`; without one, each part within the socket's timeout."""
         data = bytearray()
         while len(data) < size_bytes:
             if deadline is not None:
@@ -172,7 +172,7 @@ class Wire:
 
 
 def endpoint_of(listener: socket.socket) -> str:
-    """`address:port`, an IPv6 address in brackets."""
+    """Return `address:port` of a listening socket, with an IPv6 address in brackets."""
     address, port = listener.getsockname()[:2]
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
@@ -183,7 +183,14 @@ def connect(
     timeout_s: float = CONNECT_S,
     announce: Callable[[Wire], object] | None = None,
 ) -> Wire:
-    """Reach the agent at `endpoint`; `announce` gets the wire first, so that another thread can abort the call."""
+    """Connect to the agent at `endpoint`, and authenticate.
+
+    Args:
+        endpoint: ``address:port``, with an IPv6 address in brackets.
+        token: of the run.
+        timeout_s: for the connect, and again for the authentication.
+        announce: called with the wire before it connects, so that another thread can `abort` it.
+    """
     address, _, port = endpoint.rpartition(":")
     sock = socket.socket(socket.AF_INET6 if address.startswith("[") else socket.AF_INET)
     wire = Wire(sock)

@@ -1,6 +1,6 @@
-"""File descriptors of an agent: as many as it may have, and patience when all are in use.
+"""File descriptors of an agent: raise their limit, and wait while all are in use.
 
-torch's store takes a connection from anyone who reaches it and keeps it, each with a descriptor of the agent's.
+torch's store accepts and keeps a connection from anyone who reaches it, and each takes one of the agent's descriptors.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 MOST = 65536
-"""A hard limit may be a billion, and whoever closes all descriptors of a child counts up to the limit."""
+"""The highest soft limit to set: a hard limit may be a billion, and a loop that closes all would count up to it."""
 NEEDED = 16
-"""A store takes about a dozen."""
+"""How many descriptors must be free for the agent to go on; a store takes about a dozen."""
 _RETRY_S = 0.2
 
 
 def raise_limit() -> int:
-    """Let this process have as many as its hard limit allows, at most `MOST`; returns the soft limit it had."""
+    """Raise the soft limit to the hard one, or to `MOST` if that is lower; return the soft limit before."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -30,15 +30,15 @@ def raise_limit() -> int:
 
 
 def are_used_up(error: OSError) -> bool:
-    """Whether an error says that this process, or this host, has no descriptor left."""
+    """Whether an error means that this process, or this host, has no descriptor left."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def check() -> None:
-    """See whether there are `NEEDED` to be had.
+    """Check that `NEEDED` descriptors are free.
 
     Raises:
-        OSError: there are not.
+        OSError: fewer are.
     """
     found: list[int] = []
     try:
@@ -50,7 +50,10 @@ def check() -> None:
 
 
 def when_there(function: Callable[[], _T], pause: Callable[[], object]) -> _T:
-    """Call `function` until there are descriptors for what it does; what `pause` raises ends that."""
+    """Call `function`, again and again while it fails for lack of descriptors, and return its result.
+
+    `pause` is called between two tries; an exception that it raises ends this.
+    """
     while True:
         try:
             return function()
@@ -62,12 +65,12 @@ def when_there(function: Callable[[], _T], pause: Callable[[], object]) -> _T:
 
 
 def limit() -> int:
-    """How many this process may have open."""
+    """Return how many descriptors this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def used_up(name: str, address: str) -> str:
-    """For people: that a node's agent had none left."""
+    """Return the message to the user that the agent of the node `name` ran out of descriptors."""
     return (
         f"{name}: all {limit()} file descriptors of the agent were in use: does somebody else connect to its ports on "
         f"{address}?"

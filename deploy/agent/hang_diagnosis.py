@@ -1,4 +1,4 @@
-"""The agents of a round find out together whether their ranks hang, and which rank holds up the others."""
+"""Find, together with the other agents of a round, whether its ranks hang, and which rank holds up the others."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from nodekit.deploy.agent.hang.stacks import Stack, can_answer, stacks
 from nodekit.deploy.agent.rendezvous.formed import DONE, Formed
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 
-LOOK_S = 1.0  # between two looks at the progress
-STACKS_S = 10.0  # to read the stacks of all ranks
-RECORDS_S = 5.0  # for the ranks to dump their flight recorders
+LOOK_S = 1.0  # between two checks of the ranks' progress
+STACKS_S = 10.0  # how long reading the stacks of a node's ranks may take
+RECORDS_S = 5.0  # how long the ranks may take to dump their flight recorders
 _POLL_S = 0.05
 
 
 class HangDiagnosis:
-    """One node's part in finding a hang and its culprit, for all rounds: it remembers the pace of the job."""
+    """One node's part in finding a hang and its culprit; kept for all rounds, since it learns the pace of the job."""
 
     def __init__(self, setting: float | Literal["auto", "never"], record: EventLog) -> None:
         """`setting` is the inventory's ``timings.hang``."""
@@ -44,22 +44,22 @@ class HangDiagnosis:
         self._formed, self._pids, self._logs, self._recorder = formed, pids, logs, recorder or {}
         self._has_told_of_start = False
         self.active_s: float | None = None
-        """After a hang: how long after the begin of the attempt some rank, on any node, last gave a sign of life."""
+        """After a hang: seconds from the attempt's beginning to the last sign of life of any rank on any node."""
         self.is_stepless = False
         """After a hang: whether no rank, on any node, had reported progress in this attempt."""
         self.behind: tuple[int, ...] = ()
-        """After a hang: the culprits; none if all ranks are."""
+        """After a hang: the ranks that hold up the others; empty if all ranks hang."""
         self.may_stay = False
         """After a hang: whether the other ranks may go on in the next attempt, with their last step."""
         self._look_at = 0.0
         self._watch.begin()
 
     def finds_a_hang(self, pause: Callable[[], None], *, has_ended: bool = False) -> bool:
-        """Whether the ranks hang, and are to be restarted; report the culprit.
+        """Whether the ranks hang, and must be restarted; if so, report the culprit.
 
         Args:
-            pause: is called while this waits for the other nodes.
-            has_ended: whether some of this node's ranks have ended well.
+            pause: called again and again while this waits for the other nodes.
+            has_ended: whether some of this node's ranks have succeeded.
         """
         if self._is_off or time.monotonic() < self._look_at:
             return False
@@ -79,16 +79,16 @@ class HangDiagnosis:
             self._record.event("hang", text=text, line=blamed.line, stack=own)
             has_others = len(blamed.ranks) < self._formed.world_size
             self.behind = blamed.ranks if has_others else ()
-            # If it hung before any step, the fault may be in the state that they keep, or in these processes.
+            # After a hang before any step, the cause may lie in the other ranks' state or processes: renew them too.
             self.may_stay = has_others and not self.is_stepless
-        except RuntimeError as error:  # the store is lost
+        except RuntimeError as error:  # the store is unreachable
             if suspicion is None:
                 return False
             self._record.event("hang", text=text, why=str(error))
         return True
 
     def _tell_of_start(self, pause: Callable[[], None]) -> None:
-        """Report which rank keeps a silent job from its first step; nothing is ended, since it may only be slow."""
+        """Report which rank keeps a silent job from its first step; end nothing, since the job may only be slow."""
         if self._has_told_of_start or self._watch.has_begun:
             return
         if self._watch.is_silent(time.monotonic()) or self._formed.store.get("start") is not None:
@@ -97,11 +97,11 @@ class HangDiagnosis:
             self._explain("start", pause)
 
     def _lingers(self, *, has_ended: bool) -> bool:
-        """Whether ranks are silent and do not end, although others have ended well."""
+        """Whether ranks are silent and do not end although others have succeeded."""
         quiet_s = self._watch.quiet_s(time.monotonic())
         if quiet_s < self._watch.limit_s or not (has_ended or self._has_any_ended):
             return False
-        self._watch.be_more_patient()  # it may have been a long save
+        self._watch.be_more_patient()  # the cause may be a long save
         found = stacks(self._pids, python=sys.executable, timeout_s=STACKS_S)
         self._record.event("lingering", stacks={rank: each.text for rank, each in found.items()})
         return True
@@ -111,7 +111,7 @@ class HangDiagnosis:
         return len(self._formed.without(DONE)) < len(self._formed.members)
 
     def _share(self, key: str, logs: Mapping[int, Path] | None) -> None:
-        """Ask the other nodes for their stacks, and send them this node's; with `logs`, that may end a rank."""
+        """Ask the other nodes for their stacks, and publish this node's; with `logs`, reading one may end its rank."""
         self._formed.store.set(key, "")
         asked = [rank for rank, pid in self._pids.items() if can_answer(pid)]
         records = flight.ask(self._recorder, asked, timeout_s=RECORDS_S)
@@ -122,7 +122,7 @@ class HangDiagnosis:
         self._formed.store.set(f"{key}/{self._formed.group_rank}", json.dumps([*said, records, signs]))
 
     def _explain(self, key: str, pause: Callable[[], None]) -> tuple[culprit.Culprit, list[str]]:
-        """The culprit, by what the nodes have sent in time, and its stack, without frames of kit's."""
+        """Wait a limited time for the nodes' stacks; return the culprit, and its stack without kit's frames."""
         formed, deadline = self._formed, time.monotonic() + RECORDS_S + 2 * STACKS_S
         parts, nodes = [], {}
         for group_rank, name in enumerate(formed.names):
@@ -149,7 +149,7 @@ class HangDiagnosis:
         own = list(
             itertools.takewhile(lambda line: "deploy/agent/ranks/forkserver.py" not in line, blamed.stack)
         )
-        if formed.group_rank == 0:  # one node tells the user
+        if formed.group_rank == 0:  # only one node reports to the user
             shown = [f"    {line}" for line in own if "<frozen runpy>" not in line]
             is_start = "no first step yet: " if key == "start" else ""
             self._record.update(notice="\n".join([is_start + blamed.line, *shown]))
@@ -157,7 +157,7 @@ class HangDiagnosis:
 
 
 def _size(log: Path, pid: int) -> int:
-    # A rank whose log was removed goes on writing to the open file, and does not hang.
+    # A rank whose log was removed still writes to the open file, and must not be taken for silent.
     for path in (log, f"/proc/{pid}/fd/1"):
         with contextlib.suppress(OSError):
             return os.stat(path).st_size  # noqa: PTH116  # once a second and rank

@@ -1,7 +1,7 @@
-"""The agent's process: imports torch, waits for ``go`` on stdin, and runs its spec to the end.
+"""The agent's process: import torch, wait for ``go`` on stdin, and run the spec to its end.
 
 ``python -m nodekit.deploy.agent NODE_DIR``: the imports, the slowest part of a start, overlap with checks and sync.
-When stdin ends without ``go`` the process ends too, so a start that was given up leaves nothing behind.
+If stdin closes without ``go``, the process exits, so that an abandoned start leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXIT_UNFIT, EXIT_STOPPED = 4, 143
 
 
 class Stop:
-    """SIGTERM and SIGINT: an exception in the main thread, and a flag, for upstream swallows exceptions in places."""
+    """Turns SIGTERM and SIGINT into an exception in the main thread, and a flag: torch swallows some exceptions."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -59,13 +59,13 @@ class Stop:
             self.check()
 
     def check(self) -> None:
-        """Raise if a stop was asked for."""
+        """Raise SignalException if a stop was requested."""
         if self.requested:
             raise SignalException("asked to stop", signal.SIGTERM)
 
 
 def main() -> int:
-    """Start the fork server, wait for "go" on stdin, then run."""
+    """Start the fork server, wait for "go" on stdin, then run the agent; return its exit status."""
     node_dir = Path(sys.argv[1])
     forked = os.environ.pop("NODEKIT_START", "forkserver") == "forkserver"
     server = ForkServer.start(PRELOAD) if forked else None  # before there is any thread
@@ -78,9 +78,9 @@ def main() -> int:
 
 
 def run(node_dir: Path, server: ForkServer | None) -> int:
-    """Run the spec in `node_dir` to its end; the exit status is 0 trained, 3 failed, 4 unfit, 143 stopped."""
+    """Run the spec in `node_dir` to its end; return 0 for success, 3 for failure, 4 if unfit, 143 if stopped."""
     spec = AgentSpec.load(node_dir)
-    # But for PYTHONPATH, which the start has put together: kit's own folder, and the job's behind it.
+    # Except PYTHONPATH, which the start has composed: kit's own folder, then the job's.
     os.environ.update({name: value for name, value in spec.env.items() if name != "PYTHONPATH"})
     name_lookups.forbid()
     record = EventLog(spec)
@@ -94,12 +94,12 @@ def run(node_dir: Path, server: ForkServer | None) -> int:
         return agent.run()
     except SignalException:
         agent.shut_down()
-        # Who asks by way of kit says so; anything else that ends us is a loss to be made good.
+        # kit leaves a `stop` file; without one, the signal is a loss to recover from, and the node may start again.
         record.end("stopped" if (node_dir / "stop").exists() else "ended")
         return EXIT_STOPPED
     except Disowned as error:
         agent.abandon()
-        print(error, file=sys.stderr)  # and to no file there, which would be another agent's
+        print(error, file=sys.stderr)  # not to a file of the folder, which may be another agent's
         return EXIT_STOPPED
     except Unfit as error:
         agent.shut_down()
@@ -118,7 +118,7 @@ def _end_unfit(record: EventLog, spec: AgentSpec, error: Unfit) -> int:
 
 
 def _format_plainly() -> None:
-    """Take torch's log formatter away: it imports torch._dynamo, 1.6 s, to format the first traceback."""
+    """Replace torch's log formatter, which imports torch._dynamo (1.6 s) to format the first traceback."""
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name, logger in logging.Logger.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):

@@ -1,4 +1,4 @@
-"""Before a round's ranks start: its nodes give each other what ranks have saved, so that each has all of it."""
+"""Before the ranks of a round start, copy the snapshot files between its nodes, so that every node has all of them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from nodekit.deploy.agent.unfit import Unfit, Unreached
 
 
 def share_snapshots(replicas: Replicas | None, folder: Path, formed: Formed, generation: int) -> None:
-    """Have what the workers of any member wrote to their folders, before any is started.
+    """Get all files that workers of any member wrote to their snapshot folders; call it before any worker starts.
 
     Args:
-        replicas: this node's; None where it keeps none.
-        folder: of what its workers write.
+        replicas: this node's; None if it exchanges no files.
+        folder: where this node's workers write.
         formed: the round.
-        generation: whose round it is.
+        generation: of the round.
 
     Raises:
-        Unreached: who has it cannot be reached any more.
-        Unfit: this node cannot have it.
+        Unreached: a member that holds a missing file has become unreachable.
+        Unfit: files cannot be read or written on this node.
     """
     peers = {each["name"]: each["replicas"] for each in formed.members if each["replicas"]}
     if replicas is None or len(peers) < len(formed.members):
@@ -43,7 +43,7 @@ def share_snapshots(replicas: Replicas | None, folder: Path, formed: Formed, gen
         if descriptors.are_used_up(error):
             raise
         text = f"what the ranks saved cannot be read or set aside ({error.strerror or error})"
-    # Ranks without a file that others have would begin at another step, and save over what there is.
+    # Ranks that lack a file which others have would start from another step, and overwrite newer snapshots.
     if text:
         cure = f"mend or make room on the disk of {folder}"
         raise kind(f"{text}: no rank is started here until it can", cure=cure)

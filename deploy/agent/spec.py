@@ -1,4 +1,4 @@
-"""What an agent is given, as it lies in ``spec.json`` (0600) in its node's folder. Standard library only."""
+"""The agent's configuration, as stored in ``spec.json`` (0600) in its node's folder. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class AgentSpec:
 
     run_id: str
     generation: int
-    """How often the run was started: what is left of an older one has no say."""
+    """Number of the run's current start; agents of an older generation must not act any more."""
     call: int = 0
-    """How often the agent was called into this generation: again, where fencing it was called off."""
+    """Number of the call into this generation; counts up when a fence is called off and the node is called again."""
     joins: bool = False
-    """Whether the job is under way, so that the others wait from the moment this node is there."""
+    """Whether the job is running already, so that the other nodes stop and wait as soon as this one joins."""
     stands_by: bool = False
-    """Whether some of the run's ranks have stayed: then they can be started before their attempt is known."""
+    """Whether this run's ranks can be started before their attempt is known, as some that have stayed have shown."""
     name: str
     node_rank: int
     nodes: tuple[str, ...] = ()
-    """The names of all nodes, by their node_rank."""
+    """The names of all nodes, by node_rank."""
     electorate: tuple[str, ...] = ()
-    """The nodes that count in this generation (deploy/agent/quorum.py); none: this node alone."""
+    """The voters of this generation (deploy/agent/quorum.py); if empty, this node alone."""
     electorate_version: int = 0
     min_nodes: int
     max_nodes: int
     nproc_per_node: int
     gpus: tuple[int, ...] = ()
-    """Those of its ranks, by nvidia-smi's index."""
+    """The GPUs of this node's ranks, by nvidia-smi's index."""
     master_addr: str
     master_port: int
     is_host: bool = False
@@ -48,22 +48,22 @@ class AgentSpec:
     code_dir: str
     node_dir: str
     grace_s: float
-    """How long workers have to end after SIGTERM."""
+    """How long workers may take to exit after SIGTERM."""
     listen_fd: int | None = None
-    """On the rendezvous host, the socket that holds `master_port`; None: the agent holds it itself."""
+    """Set by the agent of the rendezvous host: the descriptor of its socket that listens on `master_port`."""
     keep_alive_s: float = 0.5
     lost_after: int = 5
     last_call_s: float = 1.0
     wait_s: float = 1800.0
     hang: float | Literal["auto", "never"] = "auto"
     window_s: float = 10.0
-    """How long is measured, each time, who makes the others wait."""
+    """Length of one measurement of which rank makes the others wait."""
     copies: int = 2
-    """On how many nodes a user's snapshot file is kept."""
+    """On how many nodes to keep each of the user's snapshot files."""
     keep_log_bytes: int = 10**9
-    """What the logs of this node may take."""
+    """The most that this node's logs may take."""
     token: str = field(repr=False)
-    """What the agents of a run know each other by."""
+    """The secret by which the agents of a run authenticate to each other."""
 
     @classmethod
     def load(cls, node_dir: Path) -> AgentSpec:
@@ -74,21 +74,21 @@ class AgentSpec:
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """The spec as JSON has it."""
+        """Return the spec as a dictionary for JSON."""
         return dataclasses.asdict(self)
 
     def known_voters(self) -> Voters:
-        """The voters as they were when this spec was made."""
+        """Return the voters as of the time when this spec was written."""
         return Voters(self.generation, self.electorate_version, self.electorate or (self.name,))
 
     def name_of(self, node_rank: int) -> str:
-        """A node's name."""
+        """Return the name of the node with this node_rank."""
         return self.nodes[node_rank] if node_rank < len(self.nodes) else self.name
 
     def who_is_missing(self, present: Sequence[int]) -> str:
-        """Who keeps the fewest nodes from being there, in words, with those of these node_ranks.
+        """Return which nodes are missing for min_nodes, in words, if those with the node_ranks `present` are there.
 
-        "" for nobody, and while this node itself is not among those: it has not looked yet.
+        Return "" if enough are there, or if this node is not in `present`, which means that nothing has been read yet.
         """
         names = [self.name_of(number) for number in present]
         absent = [name for name in self.nodes if name not in names]

@@ -1,4 +1,4 @@
-"""The agents of a round find out together which rank, node or link makes the others wait."""
+"""Find, together with the other agents of a round, the rank, node or link that makes the others wait."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from nodekit.deploy.agent.stragglers.measure import Measure
 from nodekit.deploy.agent.stragglers.sampled import Sampler
 from nodekit.deploy.agent.telemetry.event_log import EventLog
 
-LOOK_S = 1.0
-SAY_AGAIN_S = 600.0
+LOOK_S = 1.0  # between two measurements
+SAY_AGAIN_S = 600.0  # how long until the same node is reported again
 
 
 class StragglerWatch:
-    """One node's part of it. The node of rank 0 compares, and tells."""
+    """One node's part in the search; the node of rank 0 compares the nodes' measurements, and reports."""
 
     def __init__(self, record: EventLog, window_s: float) -> None:
         self._record, self._window_s = record, window_s
         self._said: dict[str, float] = {}
 
     def begin(self, formed: Formed, pids: Mapping[int, int]) -> None:
-        """Another round; `pids` are this node's, by rank."""
+        """Begin another round; `pids`: rank → pid, of this node's ranks."""
         self._formed = formed
         peers = {
             str(each["address"]): str(each["name"])
@@ -48,10 +48,10 @@ class StragglerWatch:
         self._record.update(slow=None)
 
     def look(self) -> None:
-        """Measure, and compare, if it is time to.
+        """Measure if `LOOK_S` has passed; publish, and on the node of rank 0 compare, if the window is over.
 
         Raises:
-            RuntimeError: the store is lost.
+            RuntimeError: the store is unreachable.
         """
         now = time.monotonic()
         if self._is_alone or now < self._look_at:
@@ -69,7 +69,7 @@ class StragglerWatch:
             self._compare()
 
     def _compare(self) -> None:
-        """Compare what all have told last, once each has told something."""
+        """Compare the nodes' latest windows, once every node has published one, and report a straggler."""
         window = {}
         for number, node in enumerate(self._formed.names):
             if (said := self._formed.store.get(f"slow/{number}")) is not None:

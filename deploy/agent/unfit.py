@@ -1,4 +1,4 @@
-"""Why a node cannot take part: for now, or until something of it is mended."""
+"""Errors of a node that cannot take part in training, for now or until it is repaired."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from nodekit.inventory.errors import KitError
 
 
 class Unfit(KitError):
-    """This node cannot take part now; others may go on without it, and it is tried again."""
+    """This node cannot take part now; the others may train without it, and it will be tried again."""
 
     cause: EndCause = ""
-    """As the last status has it."""
+    """The cause to give in the agent's last status."""
 
 
 class Unreached(Unfit):
-    """Another member has what the ranks are to start with, and cannot be reached: it may be lost itself."""
+    """Another member that has files which the ranks need to start is unreachable, and may be lost."""
 
 
 class WaitedInVain(Unfit):
-    """The others did not come, or were not found, for as long as it is to wait for them; they may train without it."""
+    """Too few other nodes came, or were found, within the time limit; they may train without this one."""
 
     cause: EndCause = "too-few-nodes"
 
 
 class Broken(Unfit):
-    """Something of this node is broken: no node is to count on it until it is mended."""
+    """This node is broken, and must not be used until it is repaired."""
 
     cause: EndCause = "broken"
 
     @classmethod
     def of(cls, fault: Fault | None, stuck: Sequence[Stuck]) -> Broken:
-        """For a GPU, processes that cannot be ended, or both."""
+        """Build it from a GPU's fault, from processes that SIGKILL does not end, or from both."""
         found = [str(fault)] if fault is not None else []
         if stuck:
             found.append("SIGKILL does not end " + ", ".join(map(str, stuck)))
@@ -47,12 +47,12 @@ class Broken(Unfit):
 
 
 def unfit(text: str, error: OSError) -> Exception:
-    """What is raised of an error of this node's: itself, where it will pass."""
+    """Return the exception to raise for this error: `error` itself if only descriptors ran out, else `Unfit`."""
     return error if descriptors.are_used_up(error) else Unfit(text, cure=cure_of(error))
 
 
 class Shortage:
-    """All file descriptors are in use, by strangers' connections most likely: told of once, waited out each time."""
+    """Waits while all file descriptors are in use, probably by strangers' connections; reports only the first time."""
 
     def __init__(self, record: EventLog) -> None:
         self._record = record
@@ -61,13 +61,13 @@ class Shortage:
     def wait(
         self, error: OSError, spec: AgentSpec, end: Callable[[], None], pause: Callable[[], object]
     ) -> None:
-        """Until there are some again.
+        """End the ranks, and wait until descriptors are free again.
 
         Args:
-            error: that there are none.
+            error: of the call that found none free.
             spec: of the node.
-            end: ends its ranks.
-            pause: called while it waits; what it raises ends that.
+            end: ends the node's ranks.
+            pause: called during the wait; an exception that it raises ends the wait.
         """
         limit, text = descriptors.limit(), descriptors.used_up(spec.name, spec.local_addr)
         is_first, self._is_told = not self._is_told, True

@@ -1,4 +1,4 @@
-"""The processes of a node's ranks: started, watched, told from each other when they fail, stopped.
+"""The processes of a node's ranks: start and watch them, find the first failure among them, stop them.
 
-Standard library only; it may import nothing else of kit.
+It may import `deploy.agent`, `deploy.host` and `training`'s options, stages and imports, but no torch of its own.
 """
