@@ -1,4 +1,4 @@
-"""Name the rank that others wait for in a hang, by stacks, flight recorders and steps. Pure; standard library only."""
+"""Name the rank that holds up others in a hang, by stacks, flight recorders and steps. Pure; standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.hang.stacks import Frame, Stack
 
-# Not the user's. Ours is: without a script it is what the user runs.
+# Files that are not the user's code. kit's own count as the user's, since kit's training module is a job too.
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/(?!nodekit/)|/lib(?:64)?/python3[.\d]*/(?!(?:site|dist)-packages/)|^<frozen"
 )
@@ -24,7 +24,7 @@ _OPERATION = re.compile(
     r"|scatter\w*|i?send(?:_object_list)?|i?recv(?:_object_list)?|batch_isend_irecv|(?:monitored_)?barrier"
     r"|wait\w*|init_process_group|new_group|destroy_process_group|_sync_\w+|_verify_param_shape_across_processes"
 )
-# C functions leave no frame: the line that calls them tells.
+# C functions leave no frame: recognize them by the line that calls them.
 _C_CALL = re.compile(
     r"(?:\.(wait|item|tolist|cpu|synchronize|nonzero)|store\w*(?:\(\))?\.(get|wait)|\.(to)(?=\(.cpu))\("
 )
@@ -45,26 +45,26 @@ _WAITS = ("waits", "wait")
 
 @dataclass(frozen=True)
 class Culprit:
-    """Who is behind, and what it does there."""
+    """The ranks that hold up the others, and where they hang."""
 
     ranks: tuple[int, ...]
-    """Empty where none can be told from the others."""
+    """Empty if no rank differs from the others."""
     line: str
-    """One line for people."""
+    """One line for the user."""
     stack: tuple[str, ...] = ()
-    """Of the first of `ranks`, or of the first there is: innermost first, what is not the user's folded."""
+    """Of the first of `ranks`, or else of the lowest rank: innermost first, with library frames folded."""
 
 
 class Wait(NamedTuple):
-    """What a rank waits in for others."""
+    """The operation in which a rank waits for others."""
 
     operation: str
     is_sure: bool
-    """Not for what may also compute: backward, .item()."""
+    """False for an operation that may also just compute: backward, .item()."""
 
     @property
     def is_for_gpu(self) -> bool:
-        """Whether a rank may spin in it: until its GPU is done, which may itself wait for others."""
+        """Whether a rank may spin in the operation until its GPU, which may wait for other ranks, is done."""
         return not self.is_sure and self.operation in _FOR_A_GPU
 
 
@@ -77,11 +77,20 @@ def explain(
     world_size: int | None = None,
     on_gpus: bool | None = None,
 ) -> Culprit:
-    """Who holds up the others, by the stacks of all ranks or of those that can be had.
+    """Return the ranks that hold up the others, from the stacks of all ranks or of those that could be read.
 
-    A rank that cannot move is named first; then who never entered what the others wait in, by the flight recorders.
-    What a rank does says more than its step: steps are written now and then, and the one with the lowest may wait
-    for another. They decide where all wait or none does. `on_gpus` is None where it is not known whether ranks do.
+    Ranks that cannot run (stopped, gone, stuck in the kernel) come first; then, by the flight recorders, those that
+    never entered the collective in which others wait; then, by the stacks, those that do not wait. A stack says more
+    than a step: steps are written only now and then, and the rank with the lowest may itself wait for another. Steps
+    decide if all ranks wait, or none.
+
+    Args:
+        stacks: rank → stack.
+        progress: rank → its progress.
+        records: rank → what its flight recorder has.
+        nodes: rank → name of its node.
+        world_size: of the job; None for as many ranks as there are stacks.
+        on_gpus: whether ranks use GPUs; None if that is not known.
     """
     if not stacks:
         return Culprit((), "there is no rank to look at")
@@ -127,7 +136,10 @@ def explain(
 
 
 def _waits(stacks: Mapping[int, Stack], *, on_gpus: bool | None) -> dict[int, Wait]:
-    """What each rank waits in for others; not those that run, for they compute, but for who may spin for a GPU."""
+    """Return rank → the operation in which it waits for others.
+
+    A rank in the kernel's state R computes, and is left out, unless it may spin while it waits for a GPU.
+    """
     waits = {rank: wait for rank, stack in stacks.items() if (wait := waiting(stack.frames))}
     busy = {rank for rank, wait in waits.items() if not wait.is_sure and stacks[rank].state == "R"}
     spins = {rank for rank in busy if waits[rank].is_for_gpu}
@@ -148,7 +160,7 @@ def _by_record(
     *,
     num_others: int,
 ) -> Culprit:
-    """In words: ``rank 1 never entered all_reduce 812: it hangs in load (a.py:3); 2 others wait there``."""
+    """Put a finding into words: ``rank 1 never entered all_reduce 812: it hangs in load (a.py:3); 2 others wait …``."""
     ranks = [rank for rank in found.ranks if rank in stacks]
     verb = "wait" if all(rank in waits for rank in ranks) else "hang"
     line = say(ranks, (f"{found.what}: it {verb}s", f"{found.what}: they {verb}"))
@@ -162,7 +174,7 @@ def _shown(blamed: Sequence[int], stacks: Mapping[int, Stack]) -> tuple[str, ...
 
 
 def _stuck(stacks: Mapping[int, Stack]) -> tuple[list[int], tuple[str, str]]:
-    """The ranks that cannot move, by the kernel, and what is to be said of them."""
+    """Return the ranks that cannot run, by the kernel's state, and the verbs for the message about them."""
     for states, *verbs in _STATES:
         if found := [rank for rank in sorted(stacks) if (stacks[rank].state or "Z") in states]:
             return found, (verbs[0], verbs[1])
@@ -172,7 +184,7 @@ def _stuck(stacks: Mapping[int, Stack]) -> tuple[list[int], tuple[str, str]]:
 def _odd_ones(
     stacks: Mapping[int, Stack], waits: Mapping[int, Wait], *, is_partial: bool
 ) -> tuple[list[int], tuple[str, str]]:
-    """The ranks that differ from those that wait, and what is to be said of them."""
+    """Return the ranks that do not wait while others do, and the verbs for the message about them."""
     if not waits and not is_partial:
         return list(stacks) if len(stacks) == 1 else [], _HANGS
     known = [rank for rank in sorted(stacks) if rank not in waits and stacks[rank].frames]
@@ -180,7 +192,7 @@ def _odd_ones(
 
 
 def _behind(stacks: Mapping[int, Stack], progress: Mapping[int, Progress]) -> tuple[list[int], str]:
-    """The ranks with the lowest step, or the few at another stage of their start, and what tells them from others."""
+    """Return the ranks with the lowest step, or the few at another stage of their start, and how others differ."""
     steps = {rank: each.step for rank, each in progress.items() if rank in stacks and each.step is not None}
     lowest, highest = min(steps.values(), default=0), max(steps.values(), default=0)
     if lowest != highest:
@@ -205,7 +217,7 @@ def _by_operation(waits: Mapping[int, Wait]) -> dict[str, list[int]]:
 
 
 def waiting(frames: Sequence[Frame]) -> Wait | None:
-    """What a rank with this stack waits in for others; None if it does something of its own."""
+    """Return the operation in which a rank with this stack waits for others; None if it does work of its own."""
     inner = list(itertools.takewhile(_is_library, frames))
     names = [_short(each.function).rpartition(".")[2] for each in inner]
     distributed = [bool(_TORCH_DISTRIBUTED.search(each.file)) for each in inner]
@@ -243,7 +255,7 @@ def _say(
     waits: Mapping[int, Wait],
     nodes: Mapping[int, str],
 ) -> str:
-    """``rank 1 on node2 hangs in load (a.py:3) and ranks 2 and 3 hang in step (a.py:9)``."""
+    """Put ranks into words: ``rank 1 on node2 hangs in load (a.py:3) and ranks 2 and 3 hang in step (a.py:9)``."""
     places: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         places.setdefault(_place(stacks[rank], waits.get(rank)), []).append(rank)

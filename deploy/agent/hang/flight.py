@@ -1,6 +1,6 @@
-"""Ask the ranks for torch's flight recorder, and compare which collectives each has entered. Standard library only.
+"""Read torch's flight recorders, and compare which collectives each rank has entered. Standard library only.
 
-The recorder of a rank dumps when something is written to its pipe: torch sees to that for a process's first group on
+A rank dumps its recorder when something is written to its pipe. torch reads that pipe for a process's first group on
 NCCL, nodekit/training/group/recorder.py for all others. Names and formats:
 torch/csrc/distributed/c10d/FlightRecorder.hpp.
 """
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 NUM_ENTRIES = "2000"
 MAX_BYTES = 64 * 1024**2
-_KEPT = 200  # calls of a group, the last of them: what the nodes send each other
+_KEPT = 200  # how many of a group's last calls the nodes send each other
 _POLL_S = 0.05
 _MARKS = ("restore_type_tag", "build_intlist", "build_doublelist", "build_boollist")
 
@@ -31,36 +31,36 @@ class Call(NamedTuple):
     """A collective that a rank has entered."""
 
     number: int
-    """Of the group's collectives, in their order."""
+    """Counts the group's collectives, in order."""
     name: str
-    """As ``all_reduce``."""
+    """Such as ``all_reduce``."""
     sizes: str
-    """Of the tensors that go in."""
+    """Of the input tensors, as JSON."""
     is_over: bool
 
 
 class Group(NamedTuple):
-    """A process group, as one rank has used it."""
+    """A process group, and the collectives that one rank has entered in it."""
 
     ranks: tuple[int, ...]
-    """Its members; none where the recorder does not say."""
+    """The members of the group; empty if the recorder does not list them."""
     calls: tuple[Call, ...]
 
 
 Record = Mapping[str, Group]
-"""What one rank's recorder has: the group's name → the group."""
+"""The content of one rank's recorder: name of a group → the group."""
 
 
 class Finding(NamedTuple):
-    """Who keeps the others waiting in a collective."""
+    """The ranks that keep others waiting in a collective."""
 
     ranks: tuple[int, ...]
     what: str
-    """What is said of them: ``never entered all_reduce 812``."""
+    """What they did, in words: ``never entered all_reduce 812``."""
 
 
 def environment(folder: Path, environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
-    """The variables by which ranks leave their dumps in `folder`; what the user has set stays."""
+    """Return the variables that make ranks dump their recorders into `folder`; values set by the user stay."""
     name = "TORCH_FR_DUMP_TEMP_FILE" if _is_new(torch_version) else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     wanted = dict.fromkeys((name, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"), str(folder / "rank"))
     return {
@@ -70,23 +70,23 @@ def environment(folder: Path, environ: Mapping[str, str], torch_version: str) ->
 
 
 def buffer_size(environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
-    """The variable by which a rank records anything: torch reads it with the first collective of a process."""
+    """Return the variable that turns recording on; torch reads it at a process's first collective."""
     name = "TORCH_FR_BUFFER_SIZE" if _is_new(torch_version) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     return {name: environ.get(name, NUM_ENTRIES)}
 
 
 def _is_new(torch_version: str) -> bool:
-    """Whether it has the newer names; either version warns where it finds the other's."""
+    """Whether this torch (2.8 on) has the newer names; set only one, since torch warns of the other version's."""
     return tuple(int(each) for each in re.findall(r"\d+", torch_version)[:2]) >= (2, 8)
 
 
 def ask(environ: Mapping[str, str], ranks: Sequence[int], *, timeout_s: float) -> dict[int, Record]:
-    """What the recorders of these ranks of this node have; those that do not answer in time are left out.
+    """Return the records of these ranks; leave out ranks that do not answer in time.
 
     Args:
-        environ: the ranks' (`environment`).
-        ranks: of this node.
-        timeout_s: torch looks at the pipe once a second.
+        environ: the ranks' variables, from `environment`.
+        ranks: ranks of this node.
+        timeout_s: at least a second or two, since torch polls the pipe once a second.
     """
     file = environ.get("TORCH_FR_DUMP_TEMP_FILE") or environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "")
     pipe = environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "")
@@ -103,7 +103,7 @@ def ask(environ: Mapping[str, str], ranks: Sequence[int], *, timeout_s: float) -
         for rank in waited.keys() - found.keys():
             with contextlib.suppress(OSError, ValueError):
                 size = waited[rank].stat().st_size
-                # It is written in place: what has just grown is not whole yet, and reading it would be for nothing.
+                # The file is written in place: while it grows, it is incomplete.
                 is_still = size == sizes.get(rank)
                 sizes[rank] = size
                 if size and is_still and size <= MAX_BYTES:
@@ -112,13 +112,13 @@ def ask(environ: Mapping[str, str], ranks: Sequence[int], *, timeout_s: float) -
 
 
 def _poke(pipe: Path, file: str) -> bool:
-    """Ask for a dump; False where nobody reads the pipe."""
+    """Ask a rank for a dump into `file`; return False if no process reads the pipe."""
     with contextlib.suppress(OSError):
         if not stat.S_ISFIFO(pipe.lstat().st_mode):
             return False
         handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
-            Path(file).unlink(missing_ok=True)  # an older one
+            Path(file).unlink(missing_ok=True)  # an older dump
             os.write(handle, b"1")
         finally:
             os.close(handle)
@@ -127,10 +127,10 @@ def _poke(pipe: Path, file: str) -> bool:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, texts, lists and dictionaries; what would call anything is refused."""
+    """Unpickles numbers, strings, lists and dictionaries; refuses everything that would call code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch.jit._pickle" and name in _MARKS:  # of the type of what is there already
+        if module == "torch.jit._pickle" and name in _MARKS:  # type tags around plain values
             return _unmarked
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a dump")
 
@@ -140,10 +140,10 @@ def _unmarked(value: Any, *_: Any) -> Any:
 
 
 def parse(data: bytes) -> dict[str, Group]:
-    """A dump, torch's pickle or JSON.
+    """Parse a dump of the flight recorder, which is torch's pickle or JSON.
 
     Raises:
-        ValueError: it is neither, not whole, or not of the recorder.
+        ValueError: the data is neither, incomplete, or no dump of the recorder.
     """
     try:
         dump = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
@@ -151,7 +151,7 @@ def parse(data: bytes) -> dict[str, Group]:
         everyone = members.pop("", ())  # gloo's default group is listed without its name
         calls: dict[str, dict[int, Call]] = {name: {} for name in members}
         entries = [each for each in dump.get("entries", ()) if not each["is_p2p"]]
-        # A process that has joined another group after it left one has both under one name, each numbered from 1.
+        # A process that left a group and joined another has both under one name, each numbered from 1: take the newest.
         newest = {str(each["process_group"][0]): each.get("pg_id") for each in entries}
         for each in entries:
             name, number = str(each["process_group"][0]), int(each["collective_seq_id"])
@@ -174,7 +174,7 @@ def parse(data: bytes) -> dict[str, Group]:
 
 
 def load(fields: Mapping[str, Any]) -> dict[str, Group]:
-    """A record back from JSON."""
+    """Build a record from JSON."""
     return {
         name: Group(tuple(ranks), tuple(Call(*each) for each in calls))
         for name, (ranks, calls) in fields.items()
@@ -182,9 +182,9 @@ def load(fields: Mapping[str, Any]) -> dict[str, Group]:
 
 
 def compare(records: Mapping[int, Record]) -> Finding | None:
-    """Who has not entered a collective that others wait in, or has called another; None where that is not seen. Pure.
+    """Return the ranks that never entered a collective in which others wait, or called another one; else None. Pure.
 
-    Where the ranks of one group wait for one that waits in another group, that one is not the first to be named.
+    A rank that itself waits in another group is named only if there is no other finding.
     """
     found = [each for name in _names(records) if (each := _compare(_calls(records, name)))]
     waiting = {rank for name in _names(records) for rank in _waiting(_calls(records, name))}
@@ -196,7 +196,7 @@ def _names(records: Mapping[int, Record]) -> list[str]:
 
 
 def _calls(records: Mapping[int, Record], name: str) -> dict[int, dict[int, Call]]:
-    """Rank → number → call, of the members of a group whose records there are."""
+    """Return rank → number → call, for those members of a group that have sent a record."""
     members = {rank for record in records.values() if name in record for rank in record[name].ranks}
     return {
         rank: {call.number: call for call in record[name].calls} if name in record else {}

@@ -1,7 +1,7 @@
-"""Find a hang: every rank is alive, and all or some make no progress. Standard library only.
+"""Detect a hang: every rank is alive, but some or all make no progress. Standard library only.
 
-The limit is learnt from the job's own steps. Then `deploy/agent/hang/stacks.py` shows what each rank does, and
-`deploy/agent/hang/culprit.py` which rank the others wait for.
+The time limit is learnt from the job's own steps. After that `deploy/agent/hang/stacks.py` reads what each rank does,
+and `deploy/agent/hang/culprit.py` names the rank that the others wait for.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ from typing import Literal
 from nodekit.training.process.stages import STARTING
 
 FLOOR_S = 120.0  # a pause no longer than this is no hang, unless the inventory says so (timings.hang)
-# At most so much counts between two calls: after more, we, and maybe the ranks too, were suspended.
+# The most that counts between two calls: after a longer gap, this process was suspended, and maybe the ranks too.
 _GAP_S = 5.0
 _TALKING = 10  # how many times the learnt limit a job may stay at a step while its logs grow: it may evaluate
 _MAX_PATIENCE = 64
 # How many times the limit a rank may stay at a stage of its start: imports, downloads, compilation.
 _STAGE_TIMES = 5
-_OWN_CHANGES = 3  # from then on a rank has a rhythm of its own that it can fall behind
+_OWN_CHANGES = 3  # after so many signs of progress a rank can be judged by its own pace
 _STEP = re.compile(r"\s*(\d+)(?:\s*/\s*(\d+))?")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A rank's progress file as it was found."""
+    """The content of a rank's progress file, and when it was written."""
 
     text: str
     mtime: float
     step: int | None
-    """What the text begins with; None for a file that is only touched."""
+    """The number that the text begins with; None if there is none, as in a file that is only touched."""
 
     @classmethod
     def parse(cls, text: str, mtime: float) -> Progress:
-        """From the content of the file, ``STEP/TOTAL …``, ``STEP …`` or anything."""
+        """Parse the content of the file: ``STEP/TOTAL …``, ``STEP …`` or anything else."""
         found = _STEP.match(text)
         return cls(text, mtime, int(found[1]) if found else None)
 
     @property
     def is_done(self) -> bool:
-        """Whether the last step of all is done: what comes after it (a last evaluation) may take long."""
+        """Whether the last step is done; what follows it, such as a last evaluation, may take long."""
         found = _STEP.match(self.text)
         return bool(found and found[2] and int(found[1]) >= int(found[2]))
 
     @property
     def is_start(self) -> bool:
-        """Whether this, found first, is only the announcement of a step to come."""
+        """Whether this only announces a first step: an empty text, step 0, or a stage of the start."""
         return not self.text.strip() or self.step == 0 or bool(self.stage)
 
     def says(self, stages: tuple[str, ...]) -> bool:
-        """Whether it ends with one of these, after a step."""
+        """Whether the text ends with one of these stages."""
         return self.text.rstrip().endswith(stages)
 
     @property
     def stage(self) -> str:
-        """What it does before its first step; "" where it does not say."""
+        """The stage of the rank's start, before its first step; "" if it reports none."""
         return self.text[len(STARTING) :].strip() if self.text.startswith(STARTING) else ""
 
 
 def read_progress(folder: Path) -> dict[int, Progress]:
-    """The files ``rank<R>`` in `folder`, by rank; one that vanishes meanwhile is left out."""
+    """Read the files ``rank<R>`` in `folder`, by rank; skip one that vanishes meanwhile."""
     found = {}
     with contextlib.suppress(OSError):
         for path in folder.glob("rank*"):
@@ -76,23 +76,23 @@ def read_progress(folder: Path) -> dict[int, Progress]:
 
 @dataclass
 class Learnt:
-    """What outlives an attempt; plain values, so that it can be kept in JSON for the next agent."""
+    """What is learnt of the job's pace and kept across attempts; plain values that JSON can hold."""
 
     longest_s: float = 0.0
-    """The longest pause between two signs of progress that was followed by progress."""
+    """The longest pause between two signs of progress."""
     patience: int = 1
-    """Times the limit: doubled by each alarm until the job gets past it, since it may have been a false one."""
+    """Factor on the limit, doubled by each alarm, which may be false, until the job gets past its step."""
     alarm_step: int | None = None
-    """Where the last alarm was; where no steps are told, how often progress had been."""
+    """The step of the last alarm; for ranks that report no steps, the number of progress reports until then."""
     writes_progress: bool = False
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """No progress for longer than this job's steps explain."""
+    """A suspected hang: no progress for longer than the job's pace allows."""
 
     ranks: tuple[int, ...]
-    """The ones behind as far as progress tells, all that are silent when it does not."""
+    """The ranks that are behind; all silent ones if progress does not tell."""
     quiet_s: float
     limit_s: float
     text: str
@@ -107,7 +107,7 @@ class _Rank:
 
 
 class Watch:
-    """Judges the progress of one node's ranks; time counts only while it is observed."""
+    """Judges the progress of one node's ranks; counts time only while `observe` and `suspect` are called."""
 
     def __init__(
         self,
@@ -117,7 +117,14 @@ class Watch:
         factor: float = 2.0,
         learnt: Learnt | None = None,
     ) -> None:
-        """`hang`: seconds, or ``auto``: `factor` × the longest pause seen, at least `floor_s` (None: `FLOOR_S`)."""
+        """Set the limit.
+
+        Args:
+            hang: seconds; ``auto`` for `factor` × the longest pause seen, at least `floor_s`; ``never`` for no limit.
+            floor_s: None for `FLOOR_S`.
+            factor: for ``auto``.
+            learnt: by an earlier agent.
+        """
         self.learnt = learnt or Learnt()
         self._hang = hang
         self._floor_s, self._factor = FLOOR_S if floor_s is None else floor_s, factor
@@ -129,13 +136,13 @@ class Watch:
 
     @property
     def limit_s(self) -> float:
-        """How long the node may be without progress now."""
+        """How long the node may make no progress, in seconds, as of now."""
         if not isinstance(self._hang, str):
             return self._hang
         return max(self._floor_s, self._factor * self.learnt.longest_s) * self._patience
 
     def begin(self) -> None:
-        """A new attempt: what the files say from the one before is no progress, what was learnt stays."""
+        """Begin an attempt: progress files of the one before do not count, and what was learnt stays."""
         self._stale |= {rank: each.progress for rank, each in self._ranks.items()}
         self._ranks = {}
         self._log_sizes: dict[int, int] = {}
@@ -148,7 +155,7 @@ class Watch:
     def observe(
         self, now: float, progress: Mapping[int, Progress], log_sizes: Mapping[int, int] | None = None
     ) -> None:
-        """Take in what the ranks' progress files say, and how long their logs are; `now` in seconds, any clock."""
+        """Record the ranks' progress, and the sizes of their logs, at time `now`, in seconds by any steady clock."""
         self._clock, self._now = self._at(now), now
         before = self._changed
         for rank, found in progress.items():
@@ -180,7 +187,7 @@ class Watch:
             self._patience, self.learnt.patience, self.learnt.alarm_step = 1, 1, None
 
     def suspect(self, now: float) -> Suspicion | None:
-        """Whether this is a hang, by all that was observed."""
+        """Return the hang that follows from all that was observed; None if there is none."""
         found = None if self._hang == "never" else self._judge(self._at(now))
         if found and self._changed is not None:
             self.learnt.alarm_step = self._position()
@@ -191,26 +198,26 @@ class Watch:
         return found
 
     def is_silent(self, now: float) -> bool:
-        """Whether ranks that tell no stage have not begun in a time that is long for a start: they may only be slow."""
+        """Whether ranks that report no stage have been silent for longer than a start should take; they may be slow."""
         is_begun = self._changed is not None or self._hang == "never"
         return not is_begun and self._silence_s(self._at(now)) > self.limit_s * _STAGE_TIMES
 
     @property
     def has_begun(self) -> bool:
-        """Whether some rank has told of progress in this attempt."""
+        """Whether some rank has reported progress in this attempt."""
         return self._changed is not None
 
     def be_more_patient(self) -> None:
-        """From the next attempt on, wait twice as long: it may have been a false alarm."""
+        """Double the limit from the next attempt on, since this alarm may be false."""
         self.learnt.patience = min(self._patience * 2, _MAX_PATIENCE)
 
     def quiet_s(self, now: float) -> float:
-        """For how long no rank has told of progress or written a line, in this attempt."""
+        """Return for how many seconds of this attempt no rank has reported progress or written to its log."""
         return self._silence_s(self._at(now))
 
     @property
     def active_s(self) -> float:
-        """From the beginning of this attempt to the last sign of life: progress, or a line in a log."""
+        """Seconds from the beginning of this attempt to the last sign of life: progress, or output in a log."""
         return self._clock - self._silence_s(self._clock) - self._begun
 
     def _silence_s(self, clock: float) -> float:
@@ -225,7 +232,7 @@ class Watch:
         quiet_s = clock - self._changed
         talks = self._hang == "auto" and self._talked is not None and clock - self._talked <= limit_s
         node_s = limit_s * _TALKING if talks else limit_s
-        # After the last step they may evaluate and save for long, but not for ever and without a word.
+        # After the last step ranks may evaluate and save for long, but not without limit and without output.
         if not undone and (silence_s := self._silence_s(clock)) > limit_s * _TALKING:
             return self._suspicion(self._ranks, silence_s, limit_s * _TALKING)
         if undone and quiet_s > node_s:
@@ -234,7 +241,8 @@ class Watch:
             return self._suspicion([rank for rank in steps if steps[rank] == lowest], quiet_s, node_s)
         for rank, each in undone.items():
             own_s = max(limit_s, self._factor * each.longest_s)
-            if each.num_changes >= _OWN_CHANGES and self._changed - each.since > own_s:  # others went on
+            # Other ranks have made progress for that long, and this one has not.
+            if each.num_changes >= _OWN_CHANGES and self._changed - each.since > own_s:
                 return self._suspicion([rank], clock - each.since, own_s)
         return None
 
@@ -247,7 +255,7 @@ class Watch:
             what = " or ".join(sorted(set(stages.values())))
             text = f"no first step: {what} for {staged_s:.0f} s, with a limit of {limit_s:.0f} s"
             return Suspicion(tuple(sorted(stages)), staged_s, limit_s, text)
-        # A script that tells us nothing: with a limit set for it, its output speaks for it.
+        # A script that reports no progress: with a limit in seconds set for it, its output counts instead.
         if isinstance(self._hang, str) or self.learnt.writes_progress or self._talked is None:
             return None
         quiet_s = clock - self._talked
@@ -261,7 +269,7 @@ class Watch:
         return Suspicion(tuple(sorted(ranks)), quiet_s, limit_s, text)
 
     def _position(self) -> int:
-        """How far the last rank is: its step, or how often it told of progress in this attempt."""
+        """Return how far the slowest rank is: its step, or its number of progress reports in this attempt."""
         told = {rank: each.progress.step for rank, each in self._ranks.items()}
         return min(self._ranks[rank].num_changes if step is None else step for rank, step in told.items())
 

@@ -1,4 +1,4 @@
-"""Reads what the ranks of this node do: their Python stacks and what the kernel says. Standard library only."""
+"""Read what the ranks of this node do: their Python stacks and kernel states. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_MAX_PROCESSES = 12  # of one rank: it, and its data loader's
+_MAX_PROCESSES = 12  # of one rank, with its data loader's
 _MAX_LOG_BYTES = 256 * 1024
 _FAULT_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -31,37 +31,37 @@ class Frame(NamedTuple):
     file: str
     line: int
     code: str = ""
-    """The text of the line, where the file could be read."""
+    """The text of the line; "" if the file could not be read."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What one rank does."""
+    """What one rank does: its kernel state and Python stack."""
 
     rank: int
     pid: int
     state: str
-    """By the kernel: R runs, S sleeps, D waits for a disk or NFS, T is stopped, Z or empty is gone."""
+    """The kernel's letter: R runs, S sleeps, D waits for a disk or NFS, T is stopped, Z or empty is gone."""
     how: str
-    """py-spy, faulthandler or none."""
+    """How the stack was read: py-spy, faulthandler or none."""
     frames: tuple[Frame, ...] = ()
     """Of the main thread, innermost first."""
     text: str = ""
-    """All threads, those of child processes too; or why there are none."""
+    """The stacks of all threads, also those of child processes; or why there are none."""
 
     @classmethod
     def load(cls, fields: Mapping[str, Any]) -> Stack:
-        """Back from what JSON made of `dataclasses.asdict`."""
+        """Build the stack from JSON of its `dataclasses.asdict`."""
         return cls(**{**fields, "frames": tuple(Frame(*frame) for frame in fields["frames"])})
 
 
 def stacks(
     pids: Mapping[int, int], *, python: str, timeout_s: float, logs: Mapping[int, Path] | None = None
 ) -> dict[int, Stack]:
-    """The stacks of this node's ranks, never later than `timeout_s`, whatever state they are in.
+    """Read the stacks of this node's ranks, within `timeout_s`, whatever state they are in.
 
-    By py-spy, which leaves them as they are. Where it is absent or not allowed, and a rank's log is given, a rank
-    that has faulthandler enabled is made to write its stack there by SIGABRT, **which ends it**.
+    py-spy reads them without harm. Where it is missing or not permitted, a rank that is in `logs` and has faulthandler
+    enabled gets SIGABRT, which makes it write its stack to its log and **ends it**.
     """
     found = {rank: Stack(rank, pid, _state(pid), "none") for rank, pid in pids.items()}
     spy = find_spy(python)
@@ -78,14 +78,14 @@ def stacks(
 def _of_each(
     stacks: Mapping[int, Stack], read: Callable[[Stack], Iterator[Stack]], timeout_s: float
 ) -> dict[int, Stack]:
-    """The last that `read` yields for each until then."""
+    """Return, for each rank, the last stack that `read` yields within `timeout_s`."""
     results = dict(stacks)
 
     def run(stack: Stack) -> None:
         for known in read(stack):
             results[stack.rank] = known
 
-    # Daemons: a hung file system must not keep us too.
+    # Daemon threads: a hung file system must not block this process too.
     threads = [threading.Thread(target=run, args=(stack,), daemon=True) for stack in stacks.values()]
     deadline = time.monotonic() + timeout_s
     for thread in threads:
@@ -96,7 +96,7 @@ def _of_each(
 
 
 def find_spy(python: str) -> str | None:
-    """A program without a module: beside the interpreter, on PATH, or where pip --user puts it."""
+    """Return the path of py-spy: beside the interpreter `python`, on PATH, or where pip --user puts it; else None."""
     folders = (
         Path(python).expanduser().parent,
         os.environ.get("PATH", ""),
@@ -106,7 +106,7 @@ def find_spy(python: str) -> str | None:
 
 
 def can_answer(pid: int) -> bool:
-    """Whether a process may do what it is asked: not one that is stopped, gone, or stuck in the kernel."""
+    """Whether a process can react to a request: not if it is stopped, gone, or stuck in the kernel."""
     return _state(pid) not in ("", *"TtZXD")
 
 
@@ -122,7 +122,7 @@ def _state(pid: int) -> str:
 
 
 def _family(pid: int) -> list[int]:
-    """The process and its descendants: a shell may stand before the interpreter, a data loader behind it."""
+    """Return a process and its descendants: the interpreter may be a shell's child, and have data loaders."""
     found = [pid]
     for each in found:
         with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _spy_on(stack: Stack, spy: str, timeout_s: float) -> Iterator[Stack]:
-    """What is known so far, then with the rest."""
+    """Yield the stack again and again as more of it becomes known: process by process, then the lines of code."""
     deadline = time.monotonic() + timeout_s
     text = []
     for pid in _family(stack.pid):
@@ -151,18 +151,18 @@ def _spy_on(stack: Stack, spy: str, timeout_s: float) -> Iterator[Stack]:
 
 
 def is_main(thread: int | None, name: str | None, pid: int) -> bool:
-    """Whether that is a process's main thread, whose id is the pid.
+    """Whether a thread is the main thread of process `pid`, whose thread id is the pid.
 
-    Before Python 3.11 py-spy knows no ids with ``--nonblocking``, and tells the threads' names alone.
+    With ``--nonblocking`` and a Python before 3.11, py-spy reports no ids: `thread` is None, and the name decides.
     """
     return thread == pid if thread is not None else name in ("MainThread", None)
 
 
 def _dump(spy: str, pid: int, state: str, deadline: float) -> tuple[list[dict[str, Any]], str]:
-    """The threads of one process, or why not.
+    """Return the threads of one process, and the error if they could not be read.
 
-    py-spy stops what it reads by ptrace. That fails on a process that is stopped already and waits without end for
-    one in state D; they and a sleeping one do not move anyway, so that only a running one needs it.
+    py-spy pauses a process by ptrace to read it. That fails if the process is stopped already, and blocks without a
+    limit if it is in state D. Such a process does not run anyway, nor does a sleeping one: pause only a running one.
     """
     error = ""
     for flags in ([], ["--nonblocking"]) if state == "R" else (["--nonblocking"],):
@@ -184,7 +184,7 @@ def _dump(spy: str, pid: int, state: str, deadline: float) -> tuple[list[dict[st
 
 
 def with_code(frames: Iterable[Frame], pid: int) -> tuple[Frame, ...]:
-    """With the lines themselves, read last: they may lie where the rank waits for them."""
+    """Return the frames with their lines of code; call it last, since the files may lie on the disk that hangs."""
     cwd, found = "", []
     with contextlib.suppress(OSError):
         cwd = str(Path(f"/proc/{pid}/cwd").readlink())
@@ -196,7 +196,7 @@ def with_code(frames: Iterable[Frame], pid: int) -> tuple[Frame, ...]:
 
 
 def _abort(stacks: Mapping[int, Stack], logs: Mapping[int, Path], timeout_s: float) -> dict[int, Stack]:
-    """Have faulthandler write to the logs."""
+    """Make faulthandler write the stacks to the logs, by SIGABRT, and read them there."""
     targets, starts = {}, {}
     for rank, stack in stacks.items():
         for pid in filter(_catches_abort, reversed(_family(stack.pid))):
@@ -205,8 +205,8 @@ def _abort(stacks: Mapping[int, Stack], logs: Mapping[int, Path], timeout_s: flo
                 targets[rank] = pid
     for pid in targets.values():
         with contextlib.suppress(OSError, ValueError):
-            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))  # gigabytes that nobody asked for
-    # All at once, for the first to end wakes the others with an error: SIGABRT comes before their next instruction.
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))  # no core dump of gigabytes
+    # Stop all first: the end of one rank wakes the others with an error, and SIGABRT must reach them before that.
     for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
         for pid in targets.values():
             with contextlib.suppress(OSError):
@@ -222,7 +222,7 @@ def _abort(stacks: Mapping[int, Stack], logs: Mapping[int, Path], timeout_s: flo
 
 
 def _kill_main_thread(pid: int) -> None:
-    """SIGABRT to the thread that it is about: while another one took it, the first could go on."""
+    """Send SIGABRT to the main thread itself: if another thread took the signal, the main one could run on."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):  # glibc has it since 2.30
         libc.tgkill(pid, pid, signal.SIGABRT)
@@ -247,7 +247,7 @@ def _from_log(stack: Stack, log: Path, start: int) -> Iterator[Stack]:
 
 
 def parse_faulthandler(text: str) -> tuple[Frame, ...]:
-    """The frames of the main thread: the last of all, since the newest comes first, whichever took the signal."""
+    """Return the frames of the main thread, which faulthandler prints last: it lists the newest thread first."""
     dump = text.partition("Fatal Python error: Aborted\n")[2].partition("\nFatal Python error: ")[0]
     threads = re.findall(r"^(?:Current thread|Thread) 0x.*\n((?:  .*\n?)*)", dump, re.MULTILINE)
     found = _FAULT_FRAME.findall(threads[-1]) if threads else []
