@@ -1,5 +1,5 @@
-"""How long each rank of a node waits for others, and which rank or link makes the others wait.
+"""Measure how long each rank waits for others, and name the rank or link that makes the others wait.
 
-`deploy/agent/straggler_watch.py` runs it, with the agents of the other nodes. It may import `deploy.agent` and what
+`deploy/agent/straggler_watch.py` runs this, with the agents of the other nodes. It may import `deploy.agent` and what
 that may.
 """

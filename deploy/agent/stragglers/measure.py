@@ -1,8 +1,8 @@
 """Measure how long this node's ranks wait for others, and what keeps them from running. Standard library only.
 
-kit's training module says how long its ranks wait (training/reporting/waits.py). Of other scripts the kernel knows:
-a rank's main thread sleeps in a collective of gloo, and runs or wants a core when it works. Where NCCL waits the thread
-spins: there stacks are sampled.
+kit's training module reports how long its ranks wait (training/reporting/waits.py). For other scripts the kernel tells:
+a rank's main thread sleeps in a collective of gloo, and runs or wants a core when it works. While NCCL waits, the
+thread spins; so ranks on GPUs have their stacks sampled.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from nodekit.deploy.agent.stragglers.naming import NodeWindow, RankShare
 from nodekit.deploy.agent.stragglers.sampled import Sampled
 
 WAITS = ".waits"
-"""Beside the progress files: what a rank has waited so far."""
+"""Prefix of the files, beside the progress files, in which ranks report how long they have waited so far."""
 _QUEUED_BYTES = 32 * 1024
 _ESTABLISHED = "01"
 
 
 class _Totals(NamedTuple):
-    """Seconds since some moment."""
+    """A rank's running totals, in seconds; the difference of two gives a window."""
 
     at: float
     running_s: float
-    """The main thread ran, or could have run."""
+    """Time in which the main thread ran, or could have run."""
     starved_s: float
+    """Time in which the main thread could have run, but had no core."""
     waits: Mapping[str, float] | None
-    """What the rank says itself."""
+    """The rank's own report; None if it writes none."""
 
 
 class Measure:
-    """Of one attempt: begun with its ranks, asked for a window now and then."""
+    """The measurements of one attempt: `look` once a second, and take a `window` now and then."""
 
     def __init__(
         self,
@@ -46,13 +47,13 @@ class Measure:
         peers: Mapping[str, str],
         samples: Callable[[], Mapping[int, Sampled]] | None = None,
     ) -> None:
-        """Nothing is measured yet.
+        """Begin the first window.
 
         Args:
-            pids: rank → process.
+            pids: rank → pid.
             progress: the folder of the progress files.
-            peers: address → node, of the others.
-            samples: of ranks on GPUs, what the present window's samples say of those that tell nothing themselves.
+            peers: address → name, of the other nodes.
+            samples: returns rank → shares of the present window's samples, for ranks on GPUs that report no waits.
         """
         self._pids, self._progress, self._peers = dict(pids), progress, dict(peers)
         self._samples = samples
@@ -62,17 +63,17 @@ class Measure:
 
     @property
     def all_tell(self) -> bool:
-        """Whether all ranks have said by the last window how long they wait."""
+        """Whether all ranks had reported, by the end of the last window, how long they wait."""
         return all(total.waits for total in self._totals.values())
 
     def look(self) -> None:
-        """See whether data waits to be sent; once a second."""
+        """Count the peers for which data waits to be sent; call it once a second."""
         self._num_looks += 1
         for peer in _full_queues(self._peers):
             self._queued[peer] = self._queued.get(peer, 0) + 1
 
     def window(self, clock: float | None = None) -> NodeWindow:
-        """What was measured since the last; `clock` of the node's slowest GPU."""
+        """Return the measurements since the last window, and begin another; `clock`: of the slowest GPU, in MHz."""
         ranks = {}
         samples = None if self._samples is None else self._samples()
         for rank, before in self._totals.items():
@@ -113,14 +114,14 @@ def _share(before: _Totals, now: _Totals) -> RankShare | None:
                 round(min(1.0, passed["loading_s"] / passed["seconds"]), 3),
                 round(passed["seconds"] / passed["steps"], 6),
             )
-    if now.waits:  # it makes no step, or has just begun: nothing is known of this window
+    if now.waits:  # no step was done, or the rank has just begun to report: nothing is known of this window
         return None
     own = min(1.0, max(0.0, now.running_s - before.running_s) / seconds)
     return RankShare(round(own, 3), round(starved, 3))
 
 
 def _scheduled(pid: int) -> tuple[float, float]:
-    """Seconds that the main thread has run so far, and in which it could have run and had no core."""
+    """Return the seconds that a process's main thread has run, and those in which it could have run but had no core."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
         return int(fields[0]) / 1e9, int(fields[1]) / 1e9
@@ -128,9 +129,9 @@ def _scheduled(pid: int) -> tuple[float, float]:
 
 
 def _full_queues(peers: Mapping[str, str]) -> set[str]:
-    """The nodes, by the addresses in `peers`, to which much data waits to be sent."""
+    """Return the names of the nodes, of `peers` (address → name), for which much data waits to be sent."""
     found: set[str] = set()
-    if not peers:  # of a host with much memory, the table takes the kernel 2 ms
+    if not peers:  # reading the table takes the kernel 2 ms on a host with much memory
         return found
     wanted = {_as_kernel(address): name for address, name in peers.items()}
     with contextlib.suppress(OSError), open("/proc/net/tcp", encoding="ascii") as file:  # noqa: PTH123
@@ -143,7 +144,7 @@ def _full_queues(peers: Mapping[str, str]) -> set[str]:
 
 
 def _as_kernel(address: str) -> str:
-    """An IPv4 address as /proc/net/tcp has it; "" for any other."""
+    """Return an IPv4 address as /proc/net/tcp writes it; "" for any other."""
     with contextlib.suppress(OSError):
         (number,) = struct.unpack("=I", socket.inet_aton(address))
         return f"{number:08X}"

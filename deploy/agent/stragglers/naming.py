@@ -1,4 +1,4 @@
-"""Name the rank, node or link that makes the others wait, by what all nodes measured lately. Pure; standard library."""
+"""Name the rank, node or link that makes others wait, by the nodes' last measurements. Pure; standard library only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 NUM_WINDOWS = 4
-"""In how many windows in a row the same is to be seen before it is said."""
+"""How many windows in a row must show the same straggler before it is reported."""
 GAP = 0.2
-"""By how much the share of time in which slow ranks do not wait is to be larger than that of all others."""
+"""How much larger a slow rank's share of time without waiting must be than that of all other ranks."""
 LEAST_COST_S = 0.01
-"""What a slow rank is to cost each step: between quick steps rank 0 writes its report, and that is no fault."""
+"""How much a slow rank must cost each step; less is rank 0's report between quick steps, which is no fault."""
 _STARVED = 0.15
 _SLOWER_CLOCK = 0.9
 _FULL, _EMPTY = 0.5, 0.25
@@ -20,62 +20,62 @@ _MOSTLY_WAITING = 0.7
 
 Cause = Literal["cpu", "gpu", "link", "loader", ""]
 OF_THE_HOST: tuple[Cause, ...] = ("cpu", "gpu", "link")
-"""Another host would not have these; what a rank has to load and compute is not the host's."""
+"""The causes that another host would not have; a loader, or more work to compute, is the job's own."""
 
 
 class RankShare(NamedTuple):
-    """What a rank did in a window, in shares of its time."""
+    """What a rank did in a window, in shares (0 to 1) of its time."""
 
     own: float
-    """It did not wait for others."""
+    """Time in which the rank did not wait for others."""
     starved: float = 0.0
-    """It could have run, and had no core."""
+    """Time in which the rank could have run, but had no core."""
     loading: float = 0.0
-    """It waited for its data."""
+    """Time in which the rank waited for its data."""
     step_s: float | None = None
-    """How long a step took; None where the rank does not say."""
+    """How long a step took; None if the rank does not report it."""
 
 
 @dataclass(frozen=True)
 class NodeWindow:
-    """What a node measured in a window."""
+    """The measurements of one node in one window."""
 
     number: int
-    """Of the node's windows."""
+    """Counts the node's windows."""
     ranks: Mapping[int, RankShare]
     queued: Mapping[str, float] = field(default_factory=dict)
-    """Peer → the share of the time in which much data to it waited to be sent."""
+    """Peer → the share of time in which much data for that node waited to be sent."""
     clock: float | None = None
-    """Of the slowest of its GPUs, in MHz."""
+    """Of the node's slowest GPU, in MHz."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the window as a dictionary for JSON."""
         return {"number": self.number, "ranks": self.ranks, "queued": self.queued, "clock": self.clock}
 
     @classmethod
     def load(cls, fields: Mapping[str, Any]) -> NodeWindow:
-        """Back from JSON."""
+        """Build the window from JSON."""
         ranks = {int(rank): RankShare(*share) for rank, share in fields["ranks"].items()}
         return cls(fields["number"], ranks, fields["queued"], fields["clock"])
 
 
 Window = Mapping[str, NodeWindow]
-"""Node → what it measured."""
+"""Node → its measurements in the same window."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """Who makes the others wait."""
+    """The node, ranks or link that make the others wait."""
 
     node: str
     ranks: tuple[int, ...]
-    """Of that node; none where it is a link."""
+    """The slow ranks of that node; empty for a link."""
     cause: Cause
-    """ "" where nothing was seen that would explain it."""
+    """The cause; "" if no measurement explains it."""
     line: str
-    """A sentence for people."""
+    """A sentence for the user."""
     is_certain: bool = True
-    """Not for a link of which either end may be the reason."""
+    """False for a link if either of its ends may be the cause."""
 
     @property
     def is_of_the_host(self) -> bool:
@@ -84,7 +84,7 @@ class Straggler:
 
 
 def name(windows: Sequence[Window]) -> Straggler | None:
-    """Who makes the others wait, in each of the last windows; None where nobody, or not always the same."""
+    """Return the straggler that each of the last windows shows; None if there is none, or not always the same."""
     last = windows[-NUM_WINDOWS:]
     if len(last) < NUM_WINDOWS:
         return None
@@ -97,7 +97,7 @@ def name(windows: Sequence[Window]) -> Straggler | None:
 
 
 def _slow(window: Window) -> tuple[str, tuple[int, ...]] | None:
-    """The node and its ranks that wait clearly less than all others do."""
+    """Return the node, and its ranks, that wait clearly less than all other ranks; None if there is no such node."""
     shares = {(node, rank): each for node, own in window.items() for rank, each in own.ranks.items()}
     ordered = sorted(shares, key=lambda key: -shares[key].own)
     for number in range(1, len(ordered) // 2 + 1):
@@ -159,7 +159,7 @@ def _told(found: tuple[str, tuple[int, ...]], windows: Sequence[Window]) -> Stra
 
 
 def _slow_link(windows: Sequence[Window]) -> Straggler | None:
-    """The link in which data waits nearly always, while it does not in any other and nobody computes much."""
+    """Return the link in which data nearly always waits, if no other link is so full, and ranks mostly wait."""
     shares = [each.own for window in windows for own in window.values() for each in own.ranks.values()]
     if not shares or statistics.fmean(shares) > _MOSTLY_WAITING:
         return None

@@ -1,7 +1,8 @@
-"""What a rank does with its time, by samples of its main thread's stack that py-spy takes. Standard library only.
+"""Measure what a rank does with its time, by py-spy's samples of its main thread's stack. Standard library only.
 
-For scripts on GPUs that tell nothing: where NCCL waits, the thread spins, and the kernel cannot tell that from work. A
-rank waits where a hang's diagnosis says so: in torch.distributed, or for its GPU (``.item()``), which waits for others.
+For scripts on GPUs that report nothing: while NCCL waits, the thread spins, which the kernel counts as work. A rank
+counts as waiting where the hang diagnosis says so: in torch.distributed, or for its GPU (``.item()``), which waits for
+others.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from nodekit.deploy.agent.hang.culprit import waiting
 _RATE = 5
 _LEAST_SAMPLES = 4
 _START_S, _LATE_S = 2, 30.0
-"""py-spy has taken its samples so long before the window is over; and by so much later it is given up."""
+"""How long before the end of the window py-spy must be done; and how long after its time it is killed."""
 _FRAME = re.compile(r"(.*?) \((.*?):(\d+)\)(?:;|$)")
 _THREAD = re.compile(r"thread \((?:(\d+)|\w+)\)(?:: ([^;]*))?;")
 _LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
 
 
 class Sampled(NamedTuple):
-    """Shares of the samples of one window."""
+    """Shares (0 to 1) of a rank's samples in one window."""
 
     own: float
-    """In which the rank did not wait for others."""
+    """Samples in which the rank did not wait for others."""
     loading: float
-    """In which it waited for its data."""
+    """Samples in which the rank waited for its data."""
 
 
 class Sampler:
-    """Samples this node's ranks, a window at a time, in a thread: a script may lie on a hung file system."""
+    """Samples this node's ranks, one window at a time; in a thread, since a script may lie on a hung file system."""
 
     def __init__(self, pids: Mapping[int, int], *, python: str) -> None:
-        """Nothing is sampled yet; without py-spy beside ``python`` or on PATH, nothing ever is."""
+        """Sample nothing yet; and never, if py-spy is neither beside ``python`` nor on PATH."""
         self._pids, self._spy = dict(pids), stacks.find_spy(python)
         self._thread: threading.Thread | None = None
         self._found: dict[int, Sampled] = {}
 
     def begin(self, window_s: float) -> None:
-        """Begin a window; what the last one has found is gone."""
+        """Begin a window, and drop the results of the last one; do nothing while that is still being sampled."""
         if self._spy is None or (self._thread and self._thread.is_alive()):
             return
         self._found = {}
@@ -56,7 +57,7 @@ class Sampler:
         self._thread.start()
 
     def shares(self) -> Mapping[int, Sampled]:
-        """Rank → what the window has found so far; ranks that cannot be sampled are missing."""
+        """Return rank → shares of the present window so far, without ranks that cannot be sampled."""
         return dict(self._found)
 
     def _sample(self, spy: str, seconds: int, found: dict[int, Sampled]) -> None:
@@ -80,7 +81,7 @@ class Sampler:
 
 
 def _record(spy: str, pid: int, seconds: int, output: int) -> subprocess.Popen[bytes]:
-    """Have py-spy write its samples to a descriptor; not to its stdout, where it also says what it does."""
+    """Start py-spy, which writes its samples to the descriptor `output`; its stdout has other messages too."""
     what = ["--pid", str(pid), "--rate", str(_RATE), "--duration", str(seconds)]
     how = ["--nonblocking", "--idle", "--threads", "--full-filenames", "--format", "raw"]
     return subprocess.Popen(
@@ -93,10 +94,10 @@ def _record(spy: str, pid: int, seconds: int, output: int) -> subprocess.Popen[b
 
 
 def shares_of(lines: Iterable[str], pid: int) -> Sampled | None:
-    """The shares of a process's main thread, by py-spy's raw format; None of too few samples.
+    """Compute the shares of a process's main thread from py-spy's raw format; None if there are too few samples.
 
     A line is ``thread (PID): MainThread;outermost (file:line);...;innermost (file:line) NUMBER``; before Python 3.11
-    ``(0x7f...)`` in place of the pid.
+    with ``(0x7f...)`` in place of the pid.
     """
     total = own = loading = 0
     for line in lines:
