@@ -1,4 +1,4 @@
-"""How a user's own snapshots outlive their node: the agents copy them to each other.
+"""Replication of the user's own snapshots: agents copy the files to each other, so that they survive a lost node.
 
 It may import `training.snapshots`, `deploy.host` and `deploy.agent.agent_wire`.
 """

@@ -1,4 +1,4 @@
-"""The copies of user files that a node keeps for others, with the listings that say what they are copies of."""
+"""The copies of user files that a node keeps for other nodes, and the listings that name them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Copies:
-    """The copies that this node keeps for others, by content, and the listings that say of what they are copies."""
+    """The copies that this node keeps for other nodes, as blobs by SHA-256, and the listings that name them."""
 
     def __init__(self, folder: Path) -> None:
         self._blobs, self._listings, self._set_aside = (
@@ -42,17 +42,17 @@ class Copies:
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self.listings: Mapping[str, Listing] = {}
-        """Node → the newest listing it gave us."""
+        """Node → the newest listing it sent to this node."""
         self._read: set[Path] = set()
-        self._is_whole = False  # until all have been read, nobody knows of what the blobs are copies
-        with contextlib.suppress(OSError):  # `read` is called again before anything hangs on it
+        self._is_whole = False  # whether all listings were read; until then no blob may be removed as unnamed
+        with contextlib.suppress(OSError):  # `read` is called again before the result matters
             self.read()
 
     def read(self) -> None:
         """Read the listings that have not been read yet.
 
         Raises:
-            OSError: one cannot be read, or is none that this version knows: nothing is removed until it can.
+            OSError: a listing cannot be read, or has an unknown format; no copy is removed until it can be read.
         """
         self._is_whole = False
         for path in self._listings.iterdir():
@@ -61,7 +61,7 @@ class Copies:
             data = path.read_bytes()
             try:
                 fields = json.loads(data)
-            except ValueError:  # torn, on a disk that lost power: it is one copy less
+            except ValueError:  # incomplete, after a power failure: it counts as one copy less
                 continue
             try:
                 listing = Listing.of(fields)
@@ -76,11 +76,11 @@ class Copies:
 
     @property
     def are_none(self) -> bool:
-        """Whether it is known that no listing names anything."""
+        """Whether all listings have been read, and none of them names a file."""
         return self._is_whole and not any(each.files for each in self.listings.values())
 
     def path_of(self, sha256: str) -> Path | None:
-        """Where this content lies."""
+        """Return the path of the copy with this content; None if there is none."""
         path = self._blobs / sha256
         return path if path.exists() else None
 
@@ -89,7 +89,10 @@ class Copies:
         (self._blobs / sha256).unlink(missing_ok=True)
 
     def lacking(self, listing: Listing, here: Mapping[str, Known]) -> dict[str, Version]:
-        """What has to come before `keep`, by content; what has the same name in our own folder needs no copy."""
+        """Return SHA-256 → version of the contents to receive before `keep`.
+
+        A file that this node's own folder has, in the same version under the same name, needs no copy.
+        """
         return {
             version.sha256: version
             for name, version in listing.files.items()
@@ -98,10 +101,10 @@ class Copies:
         }
 
     def receive(self, wire: Wire, version: Version) -> None:
-        """Fetch a copy from the other side.
+        """Fetch a copy from the other side, and keep it if its SHA-256 is right.
 
         Raises:
-            OSError: no room, or not writable, or the connection is lost.
+            OSError: the disk is full or not writable, or the connection is lost.
         """
         draft = self._blobs / f".{secrets.token_hex(8)}"
         try:
@@ -113,10 +116,10 @@ class Copies:
             draft.unlink(missing_ok=True)
 
     def fetch(self, wire: Wire, version: Version, draft: Path) -> str:
-        """Have the other side send this content into a new file; returns the SHA-256 of what came, or nothing.
+        """Have the other side send this content into a new file; return the SHA-256 of what came, "" if it has none.
 
         Raises:
-            OSError: no room, or not writable, or the connection is lost.
+            OSError: the disk is full or not writable, or the connection is lost.
         """
         with self.room_for(draft, version.size_bytes) as file:
             size_bytes = wire.ask({"op": "fetch", "sha256": version.sha256}).get("size_bytes")
@@ -128,10 +131,10 @@ class Copies:
 
     @contextlib.contextmanager
     def room_for(self, draft: Path, size_bytes: int) -> Iterator[BinaryIO]:
-        """A new file with its blocks taken already; what was set aside is given up for it.
+        """Create a file with its blocks allocated; if the disk is full, first delete the files that were set aside.
 
         Raises:
-            OSError: there is no room, or nothing can be written.
+            OSError: the disk is full or not writable.
         """
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -146,16 +149,15 @@ class Copies:
             yield file
 
     def keep(self, listing: Listing) -> None:
-        """Take over a node's listing, then drop what only the one before named."""
+        """Replace a node's listing, then delete the copies that only its previous listing named."""
         with self._lock:
             old = self.listings.get(listing.node)
             path = self._listings / f"{quote(listing.node, safe='')}.json"
-            commit.sync_folder(self._blobs)  # else a power failure could leave a listing of what is not there
+            commit.sync_folder(self._blobs)  # else a power failure could leave a listing of missing copies
             was_whole, self._is_whole = self._is_whole, False
             self._read.discard(path)
-            write_synced(
-                path, asdict(listing)
-            )  # if that raises, either may be there: it is read before any cleaning
+            # If this raises, the file may be the old or the new one: it is read again before anything is removed.
+            write_synced(path, asdict(listing))
             self.listings = {**self.listings, listing.node: listing}
             self._read.add(path)
             self._is_whole = was_whole
@@ -163,12 +165,12 @@ class Copies:
                 self.discard(sha256)
 
     def clean(self, *, all_have_all: bool) -> None:
-        """At a gather's start and end, while nobody may send: remove what is left over, or everything.
+        """Remove copies that no listing names, or, if all members have all files, every copy; for use in a gather only.
 
-        What was linked into the user's folder is no copy any more: a script may write to it.
+        A copy that was hard-linked into the user's folder is removed too, since a script may write to it.
 
         Raises:
-            OSError: not all listings can be read (nothing is removed), or something cannot be removed.
+            OSError: not all listings can be read, and nothing was removed; or a copy cannot be removed.
         """
         with self._lock:
             if not self._is_whole:
@@ -186,7 +188,7 @@ class Copies:
         return {sha256 for listing in self.listings.values() for sha256 in listing.content}
 
     def aside(self, attempt: Attempt) -> Path:
-        """Where files go that lost, at the start of this attempt; of these folders only the last few are left."""
+        """Return a folder for the files set aside at the start of this attempt; keep only the last few such folders."""
         here = self._set_aside / f"{attempt[0]:04d}.{attempt[1]:04d}"
         here.mkdir(mode=0o700, parents=True, exist_ok=True)
         others = sorted(path for path in self._set_aside.iterdir() if path != here)

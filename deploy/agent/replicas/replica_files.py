@@ -1,7 +1,7 @@
-"""The user's files in one node's folder, their versions, and listings of these.
+"""The user's files in one node's folder, their versions, and listings of these versions.
 
-Every version of a file carries the attempt (generation, round) it was written in, a deletion likewise. Names, versions
-and listings come over the network and from disks, so each is checked before it is used.
+Every version of a file, a deletion included, carries the attempt (generation, round) it was written in. Names, versions
+and listings come over the network and from disks, so each is validated before it is used.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from nodekit.deploy.host import processes
 from nodekit.training.snapshots.files import commit
 
 MAX_NAME = 200
-"""Characters of a node's name: as many as an inventory takes (`inventory/hostlists.py`)."""
+"""The most characters of a node's name, as in an inventory (`inventory/hostlists.py`)."""
 Attempt = tuple[int, int]
 NEVER: Attempt = (-1, -1)
-# nodekit.training's own snapshots, which it exchanges itself.
+# The snapshots of nodekit.training, which replicates them itself.
 _OURS = re.compile(r"g\d{4,}-s\d{9,}.*|fence", re.ASCII | re.DOTALL)
 _OUR_FOLDERS = re.compile(r"g\d{4,}-s\d{9,}-[0-9a-f]{16}\.dcp", re.ASCII)
 _UNFINISHED = (".tmp", ".part", ".partial", "~")
-# torch.distributed.checkpoint renames it into place last, and nothing of a checkpoint can be read without it.
+# torch.distributed.checkpoint renames this file into place last; no checkpoint can be read without it.
 _DOTTED_BUT_FINISHED = ".metadata"
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
-# Not as a snapshot's temporary files: of ranks that stay, a save may be under way meanwhile, and removes those.
+# Unlike the names of a snapshot's temporary files: a save of ranks that stay, which may be going on, removes those.
 _DRAFT = re.compile(r"\.replica-[0-9a-f]{16}", re.ASCII)
 
 
 def is_ours(name: str) -> bool:
-    """Whether nodekit.training looks after this file itself."""
+    """Whether this file is one of nodekit.training's, which replicates it itself."""
     first, slash, _ = name.partition("/")
     return (_OUR_FOLDERS if slash else _OURS).fullmatch(first) is not None
 
@@ -52,7 +52,7 @@ def is_unfinished(part: str) -> bool:
 
 
 def is_allowed(name: str) -> bool:
-    """Whether a user's finished file may be called so: a plain path that stays in the folder."""
+    """Whether `name` is allowed for a user's finished file: a plain path that stays in the folder."""
     parts = name.split("/")
     is_plain = not any(part in ("", ".", "..") or is_unfinished(part) for part in parts)
     return is_plain and b"\0" not in os.fsencode(name) and not is_ours(name)
@@ -68,31 +68,31 @@ class Version(NamedTuple):
     """One version of one user file, symlink or deletion; the greater is the newer."""
 
     written: Attempt
-    """The attempt it appeared in; which one that was counts more than any clock."""
+    """The attempt in which the version appeared; compared before any clock's time."""
     mtime_ns: int
-    """For a deletion: when it was noticed."""
+    """For a deletion, the time when it was noticed."""
     sha256: str = ""
     """Of the content; empty for a symlink and for a deletion."""
     link: str = ""
-    """Where a symlink points, relative to its own folder."""
+    """The target of a symlink, relative to the symlink's folder."""
     size_bytes: int = 0
 
     @property
     def content(self) -> tuple[str, str]:
-        """Equal for equal content."""
+        """A key that is equal for versions of equal content."""
         return self.sha256, self.link
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is a deletion."""
+        """Whether this version is a deletion."""
         return not self.sha256 and not self.link
 
     @classmethod
     def of(cls, name: str, values: Any) -> Version:
-        """From JSON.
+        """Build the version of the file `name` from JSON.
 
         Raises:
-            ValueError, TypeError: it is not the version of a file that may be called `name`.
+            ValueError, TypeError: the values are no valid version of such a file.
         """
         written, mtime_ns, sha256, link, size_bytes = values
         for number in (mtime_ns, size_bytes):
@@ -106,7 +106,7 @@ class Version(NamedTuple):
 
 
 def attempt_of(values: Any) -> Attempt:
-    """From JSON."""
+    """Build an attempt from JSON; raise ValueError or TypeError if it is none."""
     generation, round_ = values
     if type(generation) is not int or type(round_) is not int:
         raise ValueError(f"not an attempt: {values!r}")
@@ -115,27 +115,27 @@ def attempt_of(values: Any) -> Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What one node's folder holds: told by itself, or by another that keeps copies for it."""
+    """The files in one node's folder, as sent by that node itself, or by another that keeps copies for it."""
 
     node: str
     attempt: Attempt
-    """The last one at whose start the node agreed with most of the others on what there is."""
+    """The last attempt at whose start the node agreed with a majority on the files."""
     files: Mapping[str, Version]
-    """Name → version, deletions among them."""
+    """Name → version, including deletions."""
     told_ns: int
-    """Tells which of several that others keep of this node is the last."""
+    """When the listing was made, to find the newest of several that others keep of this node."""
 
     @property
     def content(self) -> set[str]:
-        """The SHA-256 of all its files."""
+        """The SHA-256 of all files that are listed."""
         return {version.sha256 for version in self.files.values()} - {""}
 
     @classmethod
     def of(cls, fields: Any) -> Listing:
-        """From JSON.
+        """Build the listing from JSON.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: it is damaged, or names what may not be written.
+            ValueError, TypeError, KeyError, AttributeError: it is damaged, or has a name that must not be written.
         """
         node, told_ns, files = fields["node"], fields["told_ns"], fields["files"]
         if type(told_ns) is not int or not isinstance(node, str) or not 0 < len(node) <= MAX_NAME:
@@ -147,11 +147,11 @@ class Listing:
 
 
 BROKEN = (OSError, ValueError, TypeError, KeyError, AttributeError)
-"""What talking with another agent, or reading what is on the disk, may raise."""
+"""The exceptions that an exchange with another agent, or data read from the disk, may raise."""
 
 
 class Mark(NamedTuple):
-    """Tells whether a file is still the one that was hashed."""
+    """Identifies a file's state cheaply, to tell whether it is still the one that was hashed."""
 
     size_bytes: int
     mtime_ns: int
@@ -159,35 +159,35 @@ class Mark(NamedTuple):
 
 
 def mark_of(found: os.stat_result) -> Mark:
-    """From a stat."""
+    """Build the mark from a stat result."""
     return Mark(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 class Seen(NamedTuple):
-    """A user's file as a look at the folder finds it."""
+    """A user's file, as found by a scan of the folder."""
 
     mark: Mark
     is_renamed: bool
-    """Whether it was renamed (or touched otherwise) after its last byte was written, so that it is finished."""
+    """Whether it was renamed (or its inode changed otherwise) after its last byte was written, so it is finished."""
     link: str = ""
 
 
 @dataclass(slots=True)
 class Scan:
-    """What is in the folder now."""
+    """The result of a scan of the user's folder."""
 
     files: dict[str, Seen] = field(default_factory=dict)
     unfinished: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
-    """Name → why it is not copied."""
+    """Name → why it will not be copied."""
     is_whole: bool = True
-    """Whether all could be read; if not, what is not in it need not be gone."""
+    """Whether every folder could be listed; if not, a file that is missing here may still exist."""
     unread: OSError | None = None
-    """Why not, if that may pass: no right of the user's that this look lacks."""
+    """The error of a folder that could not be listed, unless it is one of missing permissions: a retry may succeed."""
 
 
 def scan(folder: Path) -> Scan:
-    """All of the user's files in `folder`, without reading them."""
+    """List all of the user's files in `folder`, without reading them."""
     found, pending = Scan(), [""]
     while pending:
         below = pending.pop()
@@ -203,7 +203,7 @@ def scan(folder: Path) -> Scan:
                     with contextlib.suppress(FileNotFoundError):
                         _see(found, folder, name, entry.stat(follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
-            pass  # it was renamed or removed just now
+            pass  # the folder was renamed or removed meanwhile
         except OSError as error:
             found.refused[below or "."] = error.strerror or str(error)
             found.is_whole = False
@@ -219,7 +219,7 @@ def _see(found: Scan, folder: Path, name: str, status: os.stat_result) -> None:
         found.refused[name] = "not a file, folder or symlink"
     else:
         target = str((folder / name).readlink())
-        if target.startswith(f"{folder}/"):  # relative, since the folder is elsewhere on other nodes
+        if target.startswith(f"{folder}/"):  # make it relative: the folder has another path on other nodes
             target = posixpath.relpath(target, (folder / name).parent)
         if leads_inside(name, target):
             found.files[name] = Seen(mark_of(status), True, target)
@@ -229,17 +229,17 @@ def _see(found: Scan, folder: Path, name: str, status: os.stat_result) -> None:
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """A regular file for reading, unbuffered; never follows a symlink or waits for a pipe's other end."""
+    """Open a regular file for unbuffered reading; follow no symlink, and never block on a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         yield file
 
 
 def sha256_of(path: Path, is_called_off: Callable[[], bool] = lambda: False) -> tuple[str, Mark]:
-    """Read and hash a file.
+    """Read a file, and return its SHA-256 and mark.
 
     Raises:
-        InterruptedError: it became another meanwhile, or the reading was called off.
+        InterruptedError: the file changed meanwhile, or `is_called_off` returned True.
     """
     digest = hashlib.sha256()
     with open_file(path) as file:
@@ -255,42 +255,42 @@ def sha256_of(path: Path, is_called_off: Callable[[], bool] = lambda: False) -> 
 
 
 def write_synced(path: Path, fields: object) -> None:
-    """Write a 0600 JSON file in one step, and onto the disk."""
+    """Write a 0600 JSON file atomically, and sync it to the disk."""
     with commit.written_beside(path.parent) as (draft, file):
         file.write(json.dumps(fields).encode())
         commit.place(draft, file, path.name)
 
 
 class Known(NamedTuple):
-    """What is known of one name."""
+    """The known version of one file name."""
 
     version: Version
     mark: Mark | None
-    """Of the file that holds it; None if it is not here: deleted, damaged, or it could not be written."""
+    """Of the file with this version; None if there is none here: deleted, damaged, or not writable."""
 
 
 class UserFiles:
-    """The user's files in one folder: which versions they are, remembered in a state file across restarts."""
+    """The user's files in one folder, with their versions, which a state file keeps across restarts."""
 
     def __init__(self, folder: Path, state: Path) -> None:
         self.folder = folder
         self._state = state
         self.attempt = self.entered = NEVER
-        """The last one at whose start this node agreed with the others; the last one it was in."""
+        """The last attempt at whose start this node agreed with the others; and the last that it entered."""
         self.known: Mapping[str, Known] = {}
-        """By name; replaced, never changed, so that other threads may read it at any time."""
+        """By name; replaced as a whole, never modified, so that other threads may read it at any time."""
         self.unread: OSError | None = None
-        """Why the last `update` could not read a file that is new."""
+        """The error if the last `update` could not read a new file."""
         self._told_ns = 0
         try:
             data = commit.retried(state.read_bytes)
         except commit.NOT_FOUND:
-            return  # none yet
+            return  # no state file yet
         boot_id = commit.retried(processes.boot_id)
         try:
             fields = json.loads(data)
             is_same_boot = fields["boot_id"] == boot_id
-            # After a power failure the content of a file may not have reached the disk: all are hashed again.
+            # After a reboot hash all files again: in a power failure their content may not have reached the disk.
             known = {
                 name: Known(Version.of(name, values), Mark(*mark) if mark and is_same_boot else None)
                 for name, (values, mark) in fields["files"].items()
@@ -298,10 +298,13 @@ class UserFiles:
             self.attempt, self.entered = attempt_of(fields["attempt"]), attempt_of(fields["entered"])
             self.known = known
         except BROKEN:
-            pass  # damaged: then this node is one that comes new
+            pass  # damaged: this node counts as a new one
 
     def save(self, *, is_changing: bool = False) -> None:
-        """Write the state file; `is_changing` before the folder is, so that nothing missing later looks deleted."""
+        """Write the state file; with `is_changing`, before the folder is changed, without marks.
+
+        After a kill during the change, a file without a mark that is missing is then not taken for deleted by the user.
+        """
         known = {name: each._replace(mark=None) if is_changing else each for name, each in self.known.items()}
         fields = {"attempt": self.attempt, "entered": self.entered, "files": known}
         write_synced(self._state, {"boot_id": processes.boot_id(), **fields})
@@ -312,9 +315,9 @@ class UserFiles:
         names: Iterable[str] | None = None,
         is_called_off: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Take over what a look found (or did not), of these names alone if given; True if anything is new.
+        """Update `known` from a scan, for all names or only for `names`; return whether anything changed.
 
-        A file that keeps changing while it is read stays what it was, as does one that cannot be read.
+        A file that changes while it is read, or that cannot be read, keeps its old version.
         """
         now = dict(self.known)
         self.unread = None
@@ -340,21 +343,21 @@ class UserFiles:
             if old is not None and old.version.content == version.content:
                 version = version._replace(written=old.version.written)
             elif old is not None and old.mark is None and old.version.mtime_ns == version.mtime_ns:
-                continue  # not written anew, and yet not what it was: damaged
+                continue  # the same mtime with another content: damaged
             now[name] = Known(version, seen.mark)
         is_new = now != self.known
         self.known = now
         return is_new
 
     def listing(self, node: str, files: Mapping[str, Version] | None = None) -> Listing:
-        """What there is (and what is deleted), or these of it, for others."""
+        """Return a listing for other nodes of all files and deletions, or of `files` alone."""
         if files is None:
             files = {name: known.version for name, known in self.known.items()}
         self._told_ns = max(time.time_ns(), 1 + self._told_ns)  # the clock may be set back
         return Listing(node, self.attempt, files, self._told_ns)
 
     def path_of(self, sha256: str) -> Path | None:
-        """An unchanged file with this content."""
+        """Return the path of an unchanged file with this content; None if there is none."""
         for name, known in self.known.items():
             if known.version.sha256 == sha256 and known.mark is not None:
                 with contextlib.suppress(OSError):
@@ -363,11 +366,11 @@ class UserFiles:
         return None
 
     def draft(self) -> Path:
-        """A new name for a file on its way into the folder."""
+        """Return a new temporary name in the folder, for a file that `place` puts under its own."""
         return self.folder / f".replica-{secrets.token_hex(8)}"
 
     def remove_drafts(self) -> None:
-        """Remove what a kill left."""
+        """Remove the drafts that a killed agent left."""
         for path in self.folder.iterdir():
             if _DRAFT.fullmatch(path.name):
                 path.unlink(missing_ok=True)
@@ -377,11 +380,11 @@ class UserFiles:
         path = above = self.folder / name
         for folder in reversed(path.relative_to(self.folder).parents[:-1]):
             above = self.folder / folder
-            if above.is_symlink() or not above.is_dir():  # what is in the way lost against this one
+            if above.is_symlink() or not above.is_dir():  # a file that was not agreed on is in the way
                 above.unlink(missing_ok=True)
                 above.mkdir(mode=0o700)
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)  # only what is not wanted any more, or is not copied, is left in it
+            shutil.rmtree(path)  # it has only files left that are obsolete or never copied
         if draft is None:
             draft = self.draft()
             draft.symlink_to(version.link)
@@ -389,7 +392,7 @@ class UserFiles:
         draft.replace(path)
 
     def remove(self, name: str, into: Path | None) -> None:
-        """Take a file away: moved to the same name below `into`, or for good; then folders that are empty."""
+        """Move a file to the same name below `into`, or delete it if None; then remove folders that became empty."""
         path = self.folder / name
         if into is not None:
             (into / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Before a round: what the members agree each folder is to hold, and making this node's folder so.
+"""Before a round: let the members agree on the files that every folder must have, and bring this node's to that state.
 
-Per name the newest version wins. Who has a say is decided first: only who was in the newest agreement that any member
-knows of, so a node that was away cannot bring back what it had, however new that looks.
+For each name the newest version wins. Only nodes that took part in the newest agreement that any member knows of have a
+vote, so a node that was away cannot bring back its old files, however new they look.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from nodekit.training.snapshots.files import commit
 
 _MAX_CALLS = 16
 _NUM_TRIES = 2
-"""How often a member is asked for a file: a connection may break, or the member be unable to read one file."""
+"""How often to ask a member for a file: its connection may break, or it may be unable to read that file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """One node, as its threads share it."""
+    """What the threads of one node's replication share."""
 
     name: str
     token: str
@@ -53,21 +53,21 @@ class Here:
     tell: Say
 
     def scan(self) -> Scan:
-        """What is in the user's folder; what is not copied is told."""
+        """Scan the user's folder, and report the files that will not be copied."""
         found = scan(self.files.folder)
         for name, why in found.refused.items():
             self.tell("replica-refused", file=name, reason=why)
         return found
 
     def fail(self, error: Exception, **fields: str) -> None:
-        """Tell of an error."""
-        # Without the name of a draft, which is another one every time.
+        """Report an error."""
+        # Without the name of a draft, which differs each time and would make each report a new one.
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         self.tell("replica-failed", **fields, reason=reason)
 
     @contextlib.contextmanager
     def failing(self, **fields: str) -> Iterator[None]:
-        """An OSError is told, and not raised."""
+        """Report an OSError instead of raising it."""
         try:
             yield
         except OSError as error:
@@ -75,30 +75,30 @@ class Here:
 
 
 def after(name: str, peers: Iterable[str]) -> list[str]:
-    """The other members, from the next one on, in a ring."""
+    """Return the other members in ring order, from the one after `name`."""
     ring = list(peers)
     here = ring.index(name)
     return ring[here + 1 :] + ring[:here]
 
 
 def agree(own: Iterable[Listing], kept: Iterable[Listing]) -> tuple[Attempt, dict[str, list[Version]]]:
-    """The newest agreement; and name → its versions, newest first, or its deletion alone.
+    """Return the newest agreement's attempt, and name → its versions, newest first, or its deletion alone.
 
     Args:
-        own: what members say of their own folders.
-        kept: what they keep of others'.
+        own: the members' listings of their own folders.
+        kept: the listings of other nodes' folders that they keep.
     """
-    # A member's own word counts most, unless it came back with less than others know of it.
+    # A member's own listing counts first, unless others keep one from a newer agreement.
     ranked = [(each.attempt, True, each.told_ns, each) for each in own]
     ranked += [(each.attempt, False, each.told_ns, each) for each in kept]
     by_node = {each[-1].node: each[-1] for each in sorted(ranked, key=lambda each: each[:-1])}
     newest = max((listing.attempt for listing in by_node.values()), default=NEVER)
     versions: dict[str, set[Version]] = {}
     for listing in by_node.values():
-        # A folder that was emptied altogether is taken for an accident (rm -rf on one node), not for pruning.
+        # Take an entirely emptied folder for an accident (rm -rf on one node), not for the pruning of old snapshots.
         is_emptied = all(version.is_gone for version in listing.files.values())
         for name, version in listing.files.items():
-            # Who missed the newest agreement has a say on what it wrote since, and on nothing else.
+            # A node that missed the newest agreement has a vote only on the files that it wrote since.
             has_say = listing.attempt == newest or version.written >= newest
             if has_say and not (is_emptied and version.is_gone):
                 versions.setdefault(name, set()).add(version)
@@ -111,7 +111,7 @@ def agree(own: Iterable[Listing], kept: Iterable[Listing]) -> tuple[Attempt, dic
 
 
 def _until_gone(versions: Iterable[Version]) -> list[Version]:
-    """Newest first, each content once, none that is older than a deletion; the deletion if none is left."""
+    """Return the versions newest first, each content once, none older than a deletion; or the deletion if none is."""
     chosen: dict[tuple[str, str], Version] = {}
     for version in sorted(versions, reverse=True):
         if version.is_gone:
@@ -122,30 +122,30 @@ def _until_gone(versions: Iterable[Version]) -> list[Version]:
 
 @dataclass(slots=True, kw_only=True)
 class Gathered:
-    """How a gather went."""
+    """The result of a gather."""
 
     num_files: int = 0
-    """The user's files that this node now has, as all do."""
+    """How many of the agreed files this node has now."""
     num_fetched: int = 0
-    """Those that had to be put into its folder."""
+    """How many files had to be put into its folder."""
     set_aside: list[str] = field(default_factory=list)
-    """Files of this node that were no part of what was agreed on."""
+    """Files of this node that were not agreed on, and were moved away."""
     lost: list[str] = field(default_factory=list)
     """Files whose newest version no member has intact; an older one is in place if there was one."""
     missing: list[str] = field(default_factory=list)
-    """Files that could not be written to this node's folder, or fetched from those that have them."""
+    """Files that could not be written to this node's folder, or fetched from the members that have them."""
     silent: dict[str, str] = field(default_factory=dict)
-    """Member → why it was not heard, or no longer."""
+    """Member → why it did not answer, or does not any more."""
     gone: list[str] = field(default_factory=list)
-    """Those that were heard, and could not be reached when they were asked for a file."""
+    """Members that sent their listings, but were unreachable when asked for a file."""
     seconds: float = 0.0
 
 
 class Gather:
-    """One node's part in one gather."""
+    """One node's part in one gather: hear the other members, agree, and fill this node's folder."""
 
     def __init__(self, here: Here, attempt: Attempt, peers: Mapping[str, str]) -> None:
-        # Each begins at its own neighbour, so that not all ask the same one.
+        # In ring order from this node, so that the nodes do not all ask the same member first.
         self._peers = {node: peers[node] for node in after(here.name, peers)}
         self._here, self._files, self._copies, self._attempt = here, here.files, here.copies, attempt
         self._wires: dict[str, Wire] = {}
@@ -154,12 +154,17 @@ class Gather:
         self.gathered = Gathered()
 
     def run(self, own: Listing, found: Scan, deadline_s: float) -> bool:
-        """Do it; returns whether most members were heard, for else a newer version may be with the others.
+        """Run the gather; return whether a majority of members answered: if not, the others may have newer versions.
 
-        A kill at any point leaves every version of every file somewhere on this node's disk.
+        If this process is killed at any point, every version of every file is still somewhere on this node's disk.
+
+        Args:
+            own: the listing of this node's folder.
+            found: a scan of this node's folder.
+            deadline_s: how long to wait for a member that sends nothing.
 
         Raises:
-            OSError: what is no part of what was agreed on cannot be taken away, or no descriptor is left.
+            OSError: a file that was not agreed on cannot be removed, or no descriptor is left.
         """
         try:
             heard = self._hear(deadline_s)
@@ -175,7 +180,7 @@ class Gather:
     # --- asking ---
 
     def _hear(self, deadline_s: float) -> dict[str, tuple[Listing, list[Listing]]]:
-        """Member → what its folder holds, and what it keeps of others'."""
+        """Ask all members; return member → the listing of its folder, and the listings that it keeps for others."""
         heard: dict[str, tuple[Listing, list[Listing]]] = {}
 
         def ask(node: str) -> None:
@@ -183,7 +188,7 @@ class Gather:
                 heard[node] = self._listings_of(node, deadline_s)
             except BROKEN as error:
                 if isinstance(error, OSError) and descriptors.are_used_up(error):
-                    raise  # nothing is known of the member, then
+                    raise  # this is this node's fault, and says nothing about the member
                 self._give_up(node, error)
 
         with ThreadPoolExecutor(min(len(self._peers), _MAX_CALLS) or 1) as pool:
@@ -213,7 +218,7 @@ class Gather:
                 if own.node != node:
                     raise ValueError(f"{own.node} answered in its place")
                 return own, [Listing.of(each) for each in answer["kept"]]
-            if answer["is_reading"]:  # it came to this attempt and looks through its files
+            if answer["is_reading"]:  # the member has entered this attempt, and scans its files
                 until = time.monotonic() + deadline_s
             if time.monotonic() > until:
                 raise TimeoutError("it did not come to this attempt in time")
@@ -226,7 +231,13 @@ class Gather:
     # --- having ---
 
     def _fill(self, found: Scan, agreed: Mapping[str, list[Version]], *, is_behind: bool) -> None:
-        """Have all that is lacking at hand, then set aside, put in place, and delete."""
+        """Get drafts of all missing files; then move away, put in place, and delete files.
+
+        Args:
+            found: a scan of this node's folder.
+            agreed: name → its versions, newest first, or its deletion.
+            is_behind: whether this node missed the newest agreement; then no file of it is deleted, only moved away.
+        """
         mine = {
             name: known.version
             for name, known in self._files.known.items()
@@ -251,9 +262,9 @@ class Gather:
             own, winner = mine.get(name), decided.get(name)
             if own and winner and own.content == winner.content:
                 continue
-            # For good goes only what was overtaken: not what a node that was away has, nor what lost against
-            # another of the same attempt, nor an older version of a file that is missing, for it would let this
-            # node's ranks start from another step.
+            # Only files that a later attempt has replaced or deleted are lost for good. Move away instead the files of
+            # a node that was away, those that lost against a version of the same attempt, and old versions of a file
+            # that is missing now, since with these this node's ranks would start from another step.
             if is_behind or own is None or winner is None or own.written >= winner.written:
                 aside.append(name)
             elif winner.is_gone:
@@ -261,17 +272,17 @@ class Gather:
         if aside or deleted or drafts:
             with self._here.failing():
                 self._files.save(is_changing=True)
-        # What could not be taken away would be new in this attempt, and win over what all have agreed on.
+        # A file that stays here would count as new in this attempt, and win over the agreed version.
         into = self._copies.aside(self._attempt) if aside else None
         for name in aside:
             try:
                 self._files.remove(name, into)
             except commit.NOT_FOUND:
-                pass  # somebody else has taken it away
+                pass  # another process has removed it
             except PermissionError as error:
                 if name in mine:
                     raise
-                self._here.fail(error, file=name)  # nobody here can read it either, so it cannot win
+                self._here.fail(error, file=name)  # this agent cannot read it either, so it cannot win
             else:
                 self.gathered.set_aside.append(name)
         for name, draft in drafts.items():
@@ -286,7 +297,8 @@ class Gather:
             self._files.remove(name, None)
         known = {}
         for name, versions in agreed.items():
-            if not versions[0].is_gone or not self._is_joined:  # a deletion counts until all have heard of it
+            # Remember a deletion until a majority knows of it.
+            if not versions[0].is_gone or not self._is_joined:
                 is_here = name in decided and name not in self.gathered.missing and not versions[0].is_gone
                 mark = self._mark_as(decided[name], self._files.folder / name) if is_here else None
                 known[name] = Known(decided.get(name, versions[0]), mark)
@@ -304,7 +316,7 @@ class Gather:
             self._here.fail(error, file=name)
 
     def _mark_as(self, version: Version, path: Path) -> Mark | None:
-        """What is here now gets the time that all agreed on."""
+        """Set the file's mtime to the agreed one, and return its mark; None, and a report, if that fails."""
         with self._here.failing():
             if path.lstat().st_mtime_ns != version.mtime_ns:
                 os.utime(path, ns=(version.mtime_ns, version.mtime_ns), follow_symlinks=False)
@@ -312,10 +324,10 @@ class Gather:
         return None
 
     def _obtain(self, version: Version) -> Path | None:
-        """A draft with this content, verified, from this node's disk or a member's; None if nobody has it.
+        """Return a draft with this content, verified, from this node's disk or a member; None if no member has it.
 
         Raises:
-            OSError: it cannot be written here, or who has it cannot be reached any more.
+            OSError: the draft cannot be written here, or the member that has the content has become unreachable.
         """
         draft, is_there = self._files.draft(), False
         try:
@@ -326,12 +338,12 @@ class Gather:
         return draft if is_there else None
 
     def _copy(self, version: Version, draft: Path) -> bool:
-        """From what is on this disk."""
+        """Make the draft from a file or copy on this node's disk; return False if there is no intact one."""
         kept = self._copies.path_of(version.sha256)
         for path in filter(None, (kept, self._files.path_of(version.sha256))):
             try:
                 is_damaged = commit.retried(functools.partial(sha256_of, path))[0] != version.sha256
-            except OSError as error:  # the disk cannot read it now: it may be the only one there is
+            except OSError as error:  # the disk cannot read it now; keep it, since it may be the only copy
                 self._here.fail(error, file=str(path))
                 continue
             if is_damaged:
@@ -339,7 +351,7 @@ class Gather:
                 if path == kept:
                     self._copies.discard(version.sha256)
                 continue
-            # It may become the user's file, for all have it by then; but no two names may share one.
+            # A copy may become the user's file itself, since all members will have it; but only under one name.
             if path == kept and self._is_joined and path.stat().st_nlink == 1:
                 with contextlib.suppress(OSError):  # another file system
                     os.link(path, draft)
@@ -350,10 +362,10 @@ class Gather:
         return False
 
     def _fetch(self, version: Version, draft: Path) -> bool:
-        """From a member.
+        """Fetch the draft from a member that has the content; return False if none has it intact.
 
         Raises:
-            ConnectionError: a member that has it was heard, and cannot be reached any more.
+            ConnectionError: a member that listed the content has become unreachable.
         """
         gone = []
         for node in self._peers:
@@ -368,7 +380,8 @@ class Gather:
                 except (ConnectionError, TimeoutError, ValueError) as error:
                     self._give_up(node, error)
                     draft.unlink(missing_ok=True)
-                    if isinstance(error, TimeoutError):  # its disk may hang: then so would each further file
+                    # Its disk may hang: do not wait as long for each further file.
+                    if isinstance(error, TimeoutError):
                         self.gathered.gone.append(node)
                     continue
                 if found == version.sha256:
@@ -382,7 +395,7 @@ class Gather:
         return False
 
     def _wire_to(self, node: str) -> Wire | None:
-        """The connection to a member that was heard, made anew if it broke; None if that fails, also later."""
+        """Return the connection to a member, made anew if it broke; None if that fails, now or in an earlier call."""
         if node not in self._wires and node not in self.gathered.gone:
             try:
                 self._wires[node] = agent_wire.connect(

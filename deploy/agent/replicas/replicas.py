@@ -1,13 +1,13 @@
-"""The user's own snapshots outlive their node: every agent copies what its workers write to other agents.
+"""Replicate the user's own snapshots: every agent copies the files that its workers write to other agents.
 
-A script writes files to NODEKIT_SNAPSHOT_DIR, which no other node can see. While a round runs, a thread of its agent
-copies what is complete to other nodes of the round. Before the next round all agents tell each other what they have,
-agree on what there is, and give each other what is missing (`replica_gather`): the script finds the same verified
-files on whatever node it runs. Standard library only; threads of the agent's process.
+A script writes files to NODEKIT_SNAPSHOT_DIR, which no other node can see. While a round runs, a thread of the agent
+copies complete files to other nodes of the round. Before the next round all agents exchange listings of their files,
+agree on one version of each, and send each other the missing ones (`replica_gather`): the script finds the same
+verified files on every node. Standard library only; runs in threads of the agent's process.
 
 A file is complete once it was renamed into place (its inode changed after its last byte was written), or has not
-changed for a second; what changes under the copy is copied again. The files of a folder go together, or a restart
-would find half a checkpoint.
+changed for a second. A file that changes while it is copied is copied again. The files of one folder are copied
+together, or a restart could find half a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,17 +45,26 @@ from nodekit.training.snapshots.files import commit
 
 POLL_S = 0.5
 STABLE_S = 1.0
+"""How long a file must stay unchanged to count as complete, if it was not renamed into place."""
 WAIT_FOR_REST_S = 30.0
-"""How long the files of a folder wait for one among them that is still written."""
+"""How long the files of a folder wait for one of them that is still being written."""
 RETRY_S = 5.0
-"""How long a node that failed to keep a copy is left alone."""
-_IDLE_S = 300.0  # a connection may be silent so long between two requests
-_REASSURE_S = 1.0
-_KEEP_S = 60.0  # what it has received, the other side writes to its disk before it answers
+"""How long to wait before trying a node again that failed to keep a copy."""
+_IDLE_S = 300.0  # how long a connection may be silent between two requests
+_REASSURE_S = 1.0  # between two messages to a member that waits for this node's listing
+_KEEP_S = 60.0  # how long the other side may take to write what it received to its disk, before it answers
 
 
 def replica_holders(name: str, peers: Mapping[str, str], copies: int) -> list[str]:
-    """Who keeps copies for `name`: the next nodes, but first those on hosts of their own, for a host fails whole."""
+    """Return the nodes that hold copies for node `name`: the next ones in ring order.
+
+    Nodes on hosts that have no copy yet come first, since a host fails as a whole.
+
+    Args:
+        name: the node whose files are copied.
+        peers: all members → endpoint, `name` among them, in rank order.
+        copies: on how many nodes to have each file, `name` included.
+    """
     ring = after(name, peers)
     hosts = {node: endpoint.rpartition(":")[0] for node, endpoint in peers.items()}
     chosen = [name]
@@ -68,11 +77,11 @@ def replica_holders(name: str, peers: Mapping[str, str], copies: int) -> list[st
 
 
 class Replicas:
-    """The exchange of one node's user files with the other nodes of the run."""
+    """One node's part in replicating user files among the nodes of a run."""
 
     @classmethod
     def of(cls, spec: AgentSpec, say: Say) -> Replicas | None:
-        """Those of a node; None where no other node is to have its files."""
+        """Start it for the node of this spec; return None if the spec wants no copies on other nodes."""
         if spec.copies < 2 or len(spec.nodes) < 2:
             return None
         folder = Path(spec.node_dir)
@@ -97,17 +106,16 @@ class Replicas:
         token: str,
         say: Say,
     ) -> None:
-        """Listens from now on; nothing is copied before the first `gather`.
+        """Start to listen; copy nothing before the first `gather` or `enter`.
 
         Args:
-            name: this node's.
+            name: of this node.
             folder: where the user's script writes, on this node alone.
-            kept: where copies for others and the state go; best on the same file system.
-            copies: how many nodes are to have each file, this one included.
-            address: to listen on.
-            token: known to the agents of this run alone.
-            say: called as ``say(kind, **fields)`` from any thread; no field is called ``node``, which an event of
-                the agent has of its own.
+            kept: where to keep copies for other nodes, and the state; best on the same file system.
+            copies: on how many nodes to have each file, this one included.
+            address: to listen at.
+            token: secret of this run's agents.
+            say: called as ``say(kind, **fields)`` from any thread, without a field ``node``, which every event has.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._copies = Copies(kept)
@@ -119,16 +127,16 @@ class Replicas:
         self._turn = threading.Condition()
         self._entered = self._files.entered
         self._announced: tuple[Attempt, float] = NEVER, 0.0
-        self._answer: dict[str, Any] | None = None  # what to list, once known for this attempt
+        self._answer: dict[str, Any] | None = None  # the listings to send, once known for this attempt
         self._is_gathering = self._is_closed = False
         self._serving: dict[threading.Thread, Wire] = {}
         listener = ports.listen(address)
         self.endpoint = agent_wire.endpoint_of(listener)
-        """`address:port` for the other members."""
+        """`address:port` at which the other members reach this node."""
         self._acceptor = Acceptor(listener, self._serve, name="replicas-serve")
 
     def close(self) -> None:
-        """Stop copying and listening, and wait for all threads."""
+        """Stop copying and listening, and wait for the threads to end."""
         self._stop_pushing()
         with self._turn:
             self._is_closed = True
@@ -140,37 +148,37 @@ class Replicas:
 
     @property
     def has_files(self) -> bool:
-        """Whether the others are to hear of a file or a deletion here, or it is not known."""
+        """Whether this node has files, deletions or copies to report to the others, or may have."""
         found = self._here.scan()
         return bool(found.files or not found.is_whole or self._files.known or not self._copies.are_none)
 
     def announce(self, attempt: Attempt, within_s: float) -> None:
-        """This node comes to this attempt within so many seconds, once its workers have ended: others wait for it."""
+        """Promise the other members that this node enters `attempt` within `within_s` seconds, so that they wait."""
         self._announced = attempt, time.monotonic() + within_s
 
     def enter(self, peers: Mapping[str, str], attempt: Attempt) -> None:
-        """In place of `gather`, with its arguments, where no member `has_files`: those still to come are copied."""
+        """Enter an attempt without a `gather`, if no member `has_files`; copy what workers write from now on."""
         with self._turn:
             self._entered, self._answer, self._is_gathering = attempt, None, False
         self._files.entered = self._files.attempt = attempt
         self._push_to(peers)
 
     def finish_copying(self, deadline_s: float) -> bool:
-        """Once the workers have ended: copy what is not copied yet; False if that was not done in time."""
+        """Copy the files that are not copied yet, once the workers have ended; return False if time ran out."""
         return self._pusher is None or self._pusher.finish_copying(deadline_s)
 
     def gather(self, peers: Mapping[str, str], attempt: Attempt, deadline_s: float = 10.0) -> Gathered:
-        """Make the folder what it has to be for this attempt; no worker may run.
+        """Bring the folder to the state that the members agree on for this attempt; no worker may be running.
 
         Args:
             peers: every member → its endpoint, this node among them, in rank order.
             attempt: (generation, round), greater than any before.
-            deadline_s: how long to wait for a member that says nothing. Looking through many files and
-                transfers may take longer, as long as they go on.
+            deadline_s: how long to wait for a member that sends nothing. Scanning many files, and transfers, may take
+                longer as long as they proceed.
 
         Raises:
-            OSError: what is here cannot be read, so that the others cannot be told of it; nothing was changed. Or
-                what was not agreed on cannot be taken away, and no worker may find it.
+            OSError: files here cannot be read, so that the others cannot be told of them, and nothing was changed; or
+                a file that was not agreed on cannot be removed, and no worker may find it.
         """
         started = time.monotonic()
         self._stop_pushing()
@@ -221,7 +229,7 @@ class Replicas:
             self._pusher = None
 
     def _tell(self, kind: EventKind, **fields: Any) -> None:
-        """Pass on to the agent's record; what keeps failing is told once in a round."""
+        """Pass an event on to the agent's record; the same failure only once in a round."""
         if kind in ("replica-failed", "replica-refused"):
             if repr(fields) in self._told:
                 return
@@ -245,12 +253,12 @@ class Replicas:
         except WrongToken:
             self._tell("replica-refused", reason=f"somebody at {address} does not know the run's token")
         except BROKEN:
-            pass  # it is gone or breaks the rules: it is the other side that has to say what it missed
+            pass  # the other side is gone or sent nonsense: it reports itself what it could not get
         finally:
             del self._serving[threading.current_thread()]
 
     def _list(self, wire: Wire, request: Mapping[str, Any]) -> None:
-        """Tell what was here when this node entered the attempt: asked for earlier, the answer waits for that."""
+        """Send this node's listings as of its entry into the attempt; wait for this if the request comes earlier."""
         attempt = tuple(request["attempt"])
         while not self._is_closed:
             with self._turn:
@@ -276,18 +284,19 @@ class Replicas:
         _serve_file(wire, request, self._files.path_of, self._copies.path_of)
 
     def _keep(self, wire: Wire, request: Mapping[str, Any]) -> None:
-        """Take over a listing, once all that it names and is not here has been fetched over the same connection."""
+        """Fetch the contents that this node lacks of a listing, over the same connection; then keep the listing."""
         _yield_to_workers()
         listing, attempt = Listing.of(request["listing"]), tuple(request["attempt"])
         try:
             if attempt == self._entered and not self._is_gathering:
                 for version in self._copies.lacking(listing, self._files.known).values():
                     self._copies.receive(wire, version)
-            with self._turn:  # once this node has told what it keeps, it may promise no more
+            # Once this node has sent its listings to others, it must accept no further copies.
+            with self._turn:
                 if attempt < self._entered:
                     answer: dict[str, Any] = {"error": "that attempt is over"}
                 elif attempt > self._entered or self._is_gathering:
-                    answer = {"is_kept": False}  # what it lacks is on its way to it already
+                    answer = {"is_kept": False}  # this node's own gather will fetch what it lacks
                 else:
                     answer = {"is_kept": not self._copies.lacking(listing, self._files.known)}
                     if answer["is_kept"]:
@@ -301,8 +310,8 @@ class Replicas:
 
 
 def _serve_file(wire: Wire, request: Mapping[str, Any], *where: Callable[[str], Path | None]) -> int:
-    """Send the content that a request names, if it is still here; returns the number of bytes."""
-    if not SHA256.fullmatch(request["sha256"]):  # it could be a path
+    """Send the content that a request names, if it is still here; return the number of bytes sent."""
+    if not SHA256.fullmatch(request["sha256"]):  # else it might be a path
         raise ValueError("not a SHA-256")
     path = next(filter(None, (path_of(request["sha256"]) for path_of in where)), None)
     if path is None:
@@ -317,24 +326,26 @@ def _serve_file(wire: Wire, request: Mapping[str, Any], *where: Callable[[str], 
 
 @dataclass(slots=True)
 class _Target:
-    """What is known of a node that keeps copies for this one."""
+    """The state of a node that keeps copies for this one."""
 
     node: str
     endpoint: str
     files: Mapping[str, Version] = field(default_factory=dict)
-    """What it said it keeps for us."""
+    """The files that it has confirmed to keep for this node."""
     retry: float = 0.0
 
 
 class Pusher:
-    """A thread that copies to `targets`, one file at a time, while a round runs."""
+    """A thread that copies this node's files to `targets`, one file at a time, while a round runs."""
 
     def __init__(self, here: Here, targets: Mapping[str, str]) -> None:
         self._here, self._files = here, here.files
         self.targets = targets
         """Node → endpoint."""
         self._targets = [_Target(node, endpoint) for node, endpoint in targets.items()]
-        self._since: dict[str, tuple[object, float]] = {}  # changed name → how, and when that was first seen
+        self._since: dict[
+            str, tuple[object, float]
+        ] = {}  # changed name → the change, and when it was first seen
         self._is_stopping = False
         self._wake, self._settled = threading.Event(), threading.Event()
         self._settle_until = 0.0
@@ -343,7 +354,7 @@ class Pusher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, also in the middle of a file, or of a call to a host that is gone."""
+        """End the thread, even in the middle of a file or of a call to an unreachable host."""
         self._is_stopping = True
         while self._thread.is_alive():
             self._wake.set()
@@ -352,7 +363,7 @@ class Pusher:
             self._thread.join(0.02)
 
     def finish_copying(self, deadline_s: float) -> bool:
-        """Take all there is for complete, and wait until it is copied; False if that was not done in time."""
+        """Treat all files as complete, and wait until they are copied; return False if time ran out."""
         self._settled.clear()
         self._settle_until = time.monotonic() + deadline_s
         for target in self._targets:
@@ -378,11 +389,11 @@ class Pusher:
             if is_settling and all(are_done):
                 self._settle_until = 0.0
                 self._settled.set()
-            # A folder of very many files may not cost a core.
+            # Scan a folder of very many files less often, or the scans would take a whole core.
             pause_s = 0.1 if is_settling else max(POLL_S, 20 * looked_s)
 
     def _complete(self, found: Scan) -> Iterable[str]:
-        """The new, changed and deleted files that are so for good: nobody is at work on them."""
+        """Yield the new, changed and deleted files that are complete: nothing is writing to them any more."""
         now, known = time.monotonic(), self._files.known
         marks = {name: each.mark for name, each in known.items() if each.mark is not None}
         new = {name: seen for name, seen in found.files.items() if marks.get(name) != seen.mark}
@@ -394,7 +405,7 @@ class Pusher:
             old, first = before.get(name, (None, now))
             self._since[name] = change, first if old == change else now
         age_s = {name: now - first for name, (_, first) in self._since.items()}
-        # One that is only added to, a log, holds nobody up, nor does one that was forgotten.
+        # A known file that is appended to, such as a log, holds up no others, nor does a forgotten temporary file.
         written = {
             name
             for name, seen in new.items()
@@ -404,9 +415,10 @@ class Pusher:
         for name, (change, _) in self._since.items():
             if change == "unfinished":
                 continue
-            if change == "deleted":  # the old one goes once the new one is there
+            if change == "deleted":  # report a deletion only after the new file that may replace it
                 wait_s = WAIT_FOR_REST_S if written else STABLE_S
-            elif _group(name) in folders or (new[name].link and written):  # a link to what is not there yet
+            # A symlink may point to a file that is still being written.
+            elif _group(name) in folders or (new[name].link and written):
                 wait_s = WAIT_FOR_REST_S
             else:
                 wait_s = 0.0 if new[name].is_renamed else STABLE_S
@@ -414,7 +426,7 @@ class Pusher:
                 yield name
 
     def _push(self, target: _Target) -> bool:
-        """Bring a target up to date; False if it is not."""
+        """Bring a target up to date; return whether it is."""
         files = {
             name: known.version
             for name, known in self._files.known.items()
@@ -441,11 +453,11 @@ class Pusher:
             raise InterruptedError("stopping")
 
     def _bring(self, wire: Wire, target: _Target, files: Mapping[str, Version]) -> bool:
-        """Newest first, folder by folder; what was deleted here goes there once all that is new has arrived."""
+        """Copy to a target, newest folder first; deletions come last, once all new files have arrived."""
         groups: dict[str, dict[str, Version]] = {}
         for name, version in files.items():
             if version.written < self._files.entered:
-                groups.setdefault("", {})[name] = version  # it was given to all at the start of the round
+                groups.setdefault("", {})[name] = version  # all members got it at the start of the round
             elif not version.is_gone:
                 groups.setdefault(_group(name), {})[name] = version
         for group in sorted(groups.values(), key=lambda group: max(group.values()), reverse=True):
@@ -454,7 +466,7 @@ class Pusher:
         return target.files == files or self._offer(wire, target, files, [])
 
     def _offer(self, wire: Wire, target: _Target, files: Mapping[str, Version], new: list[str]) -> bool:
-        """Hand over a listing, and send what the target lacks of it; returns whether it keeps all of it now."""
+        """Offer a listing to the target, and send the contents it lacks; return whether it keeps all of them now."""
         started, size_bytes = time.monotonic(), 0
         listing = self._files.listing(self._here.name, files)
         answer = wire.ask({"op": "keep", "attempt": self._files.entered, "listing": asdict(listing)})
@@ -471,11 +483,11 @@ class Pusher:
 
 
 def _group(name: str) -> str:
-    """What belongs together: a folder of the top level with all below it, or a single file."""
+    """Return the name of what is copied together: a top-level folder with all below it, or a single file."""
     return name.split("/", 1)[0]
 
 
 def _yield_to_workers() -> None:
-    """This thread alone runs after whatever else wants the CPU (on Linux a thread has its own nice value)."""
+    """Lower the priority of this thread alone, below the workers' (on Linux a thread has its own nice value)."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
