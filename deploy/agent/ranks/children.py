@@ -10,9 +10,8 @@ from pathlib import Path
 
 from nodekit.deploy.host import processes
 
-STUCK_S = (
-    10.0  # how long a killed process may show no activity before it counts as one that SIGKILL does not end
-)
+STUCK_S = 10.0
+"""How long a killed process may show no activity before it counts as one that SIGKILL does not end."""
 
 
 def exit_codes(pids: Mapping[int, int]) -> dict[int, int]:

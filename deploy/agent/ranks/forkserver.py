@@ -195,9 +195,8 @@ class _Server:
         os.closerange(ours + 1, os.sysconf("SC_OPEN_MAX"))
         _import(preload)
         self._own_modules = fresh.loaded_of_ours()
-        worker.die_with(
-            None
-        )  # from here on the socket shows its end; then what workers have started is killed too
+        # From here on the socket shows the agent's end; then what workers have started is killed too.
+        worker.die_with(None)
         for line in self._requests():
             request = json.loads(line)
             answer: dict[str, Any] = {"number": request["number"]}
@@ -361,9 +360,8 @@ class _Server:
             os._exit(1)
         fresh.forget_the_agent()
         fresh.forget_listings(self._began_s)
-        os.register_at_fork(
-            after_in_child=functools.partial(worker.be_read_by, self._agent)
-        )  # data loaders too
+        # Its own forks, such as data loaders, must let the agent read them too.
+        os.register_at_fork(after_in_child=functools.partial(worker.be_read_by, self._agent))
         # Referenced nowhere else, so that `fresh` can free it at the end as python does.
         sys.modules["__main__"] = ModuleType("__main__")
         sys.modules["__main__"].__dict__.update(

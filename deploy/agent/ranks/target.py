@@ -85,9 +85,8 @@ def refusal(
         if env.get(name) != server_env.get(name) and READ_AT_START.match(name)
     }
     if differs == {"OMP_NUM_THREADS"} and env.get("OMP_NUM_THREADS", "").isdecimal():
-        differs = (
-            set()
-        )  # the agent sets it for nodes with several workers; `fresh.set_num_threads` applies it later
+        # The agent sets it for nodes with several workers, and `fresh.set_num_threads` applies it later.
+        differs = set()
     if differs:
         return f"the environment differs in {', '.join(sorted(differs))}"
     if not all(entry.startswith("/") for entry in (env.get("PYTHONPATH") or "/").split(":")):

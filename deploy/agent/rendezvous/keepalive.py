@@ -207,10 +207,7 @@ class Keepalive:
 
     def tell(self, news: News) -> None:
         """Tell the news to all other agents, by way of the rendezvous host."""
-        with (
-            self._sending,
-            contextlib.suppress(OSError),
-        ):  # the connection has ended, which the others are told
+        with self._sending, contextlib.suppress(OSError):  # the connection has ended: `_watch` notices
             self._wire.send(dict(news))
 
     def close(self) -> None:
