@@ -1,4 +1,4 @@
-"""What an agent records of its node: events, the current status, samples of its use, the ranks' progress.
+"""What an agent records of its node: events, the current status, samples of its usage, the ranks' progress.
 
-It may import `deploy.host`, `deploy.agent.spec` and `deploy.agent.hang`.
+It may import `deploy.host`, `training.measures`, and `spec`, `descriptors` and `hang` of `deploy.agent`.
 """

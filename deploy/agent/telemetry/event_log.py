@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # of Python 3.11
 
 STATUS_INTERVAL_S = 1.0
-MAX_STATUS_INTERVAL_S = 1.5  # where nobody asks for a look
-RESERVE_BYTES = 256 * 1024
+MAX_STATUS_INTERVAL_S = 1.5  # if `look_soon` is not called
+RESERVE_BYTES = 256 * 1024  # disk space set aside for the last events once the disk is full
 MAX_RESULT_BYTES = 4096
 
 
 class EventLog:
-    """The node's status and events on disk."""
+    """The node's events and current status on disk, and the thread that updates them while ranks run."""
 
     def __init__(self, spec: AgentSpec) -> None:
         self._folder = Path(spec.node_dir)
         self.progress_dir = self._folder / "progress"
         self.told_dir = self._folder / "told"
         self.flight_dir = self._folder / "flight"
-        self._lock = threading.Lock()  # of the status
-        self._looking = threading.Lock()  # at what the ranks tell
+        self._lock = threading.Lock()  # guards the status
+        self._looking = threading.Lock()  # guards reading the ranks' files
         self._ended = threading.Event()
-        self._is_asked = threading.Event()  # for a look
+        self._is_asked = threading.Event()  # asks the thread to look
         self._looked = 0.0
         self._guessed_from = ""
-        """Rank 0's log, where that is a rank of this node."""
+        """The path of rank 0's log if that rank is on this node, else ""."""
         self._guesses: set[tuple[int | None, int | None]] = set()
-        """(epoch, step) of all that it was seen to tell."""
+        """Each (epoch, step) that this log has shown."""
         self._spec = spec
         self._status: NodeStatus = {
             "version": schema.VERSION,
@@ -89,23 +89,23 @@ class EventLog:
 
     @property
     def snapshot_dir(self) -> Path:
-        """Where this node's ranks save."""
+        """The folder where this node's ranks save snapshots."""
         return Path(self._spec.env.get("NODEKIT_SNAPSHOT_DIR") or self._folder / "snapshots")
 
     def make_snapshot_dir(self) -> None:
-        """Make the folder that ranks may count on: every script finds it, wherever the run runs.
+        """Make the snapshot folder, so that every script finds it in every kind of run.
 
         Raises:
-            OSError: it cannot be made, or what it lies in, which all hosts share, is not there.
+            OSError: the folder cannot be made, or its parent, which all hosts share, does not exist.
         """
         fence.make_snapshot_folder(str(self.snapshot_dir), is_shared=self._is_shared)
 
     @property
     def expected_snapshot(self) -> str:
-        """What was committed in this run, as far as this node or the supervisor has seen it, in words; "" for nothing.
+        """The last snapshot of this run that this node or the supervisor has seen, in words; "" if there is none.
 
         Raises:
-            OSError: that cannot be read.
+            OSError: the node's own note of it cannot be read.
         """
         told = self._spec.env.get("NODEKIT_SNAPSHOT_EXPECTED", "")
         return str((files.load(str(self._folder / "saved.json")) or {}).get("words", told))
@@ -114,7 +114,7 @@ class EventLog:
         self.event(kind, **fields)
         if kind == "snapshot":
             words = f"step {fields['step']} of generation {fields['generation']} was committed in {self.snapshot_dir}"
-            with contextlib.suppress(OSError):  # the supervisor has the event
+            with contextlib.suppress(OSError):  # the supervisor knows it from the event
                 files.write_private(str(self._folder / "saved.json"), json.dumps({"words": words}).encode())
 
     @property
@@ -122,7 +122,7 @@ class EventLog:
         return self._spec.env.get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
 
     def begin(self, attempt: str, *, ranks: Collection[int], group_rank: int, log_of_rank_0: str) -> None:
-        """An attempt of these ranks begins: forget what those of an earlier one have told."""
+        """Begin an attempt of these ranks, and forget the progress and messages of earlier ones."""
         self.forget_progress()
         with self._looking:
             self._ranks = {*ranks}
@@ -131,7 +131,7 @@ class EventLog:
             self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not self._is_shared)
 
     def forget_progress(self) -> None:
-        """Remove what ranks of an earlier attempt said of theirs."""
+        """Remove the progress files of an earlier attempt's ranks."""
         with self._looking:
             for stale in self.progress_dir.iterdir():
                 stale.unlink(missing_ok=True)
@@ -139,15 +139,16 @@ class EventLog:
         self._status.update({"progress": None, "progress_time": None, "stage": ""})
 
     def progress(self) -> dict[int, hang.Progress]:
-        """What this node's ranks say of their progress, by rank.
+        """Read the progress of this node's ranks, by rank.
 
-        One that goes on may write by the number that it had before, until it has heard of its new one.
+        Numbers of no present rank are left out: a process that goes on may write under its rank of the last attempt
+        until it learns its new one.
         """
         ranks, said = self._ranks, hang.read_progress(self.progress_dir)
         return said if ranks is None else {rank: each for rank, each in said.items() if rank in ranks}
 
     def update(self, **changes: Unpack[NodeStatus]) -> None:
-        """Change the status, and rewrite its line in the events; not if nothing has changed."""
+        """Change the status, and write it to disk if it differs, or if a state is given."""
         with self._lock:
             new: NodeStatus = {**self._status, **changes}
             if new != self._status or "state" in changes:
@@ -155,7 +156,7 @@ class EventLog:
                 self._write(lambda: self._status_file.write({**self._which(), **new}))
 
     def event(self, kind: EventKind, **fields: Any) -> None:
-        """Append one event."""
+        """Append an event to the log."""
         line = json.dumps({**self._which(), "kind": kind, **fields}).encode() + b"\n"
         self._write(lambda: files.append_private(self._events, line))
 
@@ -163,13 +164,13 @@ class EventLog:
         return {"run": self._spec.run_id, "time": time.time(), "node": self._spec.name}
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Write; a full disk must not end the job."""
+        """Call `write`; if it fails, free the reserve and retry. Ignore errors: a full disk must not end the job."""
         try:
             write()
             if not self._has_reserve:
-                self._set_aside(RESERVE_BYTES * 64)  # else what it has just given up would be gone at once
+                self._set_aside(RESERVE_BYTES * 64)  # only with much free, or it would undo its own freeing
         except OSError as error:
-            # What was set aside for this is given up, so that the end can still be told.
+            # Free the reserve, so that the end of the run can still be recorded.
             if not descriptors.are_used_up(error):
                 self._reserve.unlink(missing_ok=True)
                 self._has_reserve = False
@@ -177,7 +178,7 @@ class EventLog:
                 write()
 
     def _set_aside(self, free_bytes: int = 0) -> None:
-        """Set some of the disk aside for when it is full, the next time as well, if so much is free."""
+        """Write the reserve file, to be freed when the disk is full, if `free_bytes` are free now."""
         with contextlib.suppress(OSError):
             room = os.statvfs(self._folder)
             if room.f_bavail * room.f_frsize >= free_bytes:
@@ -185,7 +186,7 @@ class EventLog:
                 self._has_reserve = True
 
     def failed(self, failures: list[WorkerFailure]) -> None:
-        """Record failures of workers."""
+        """Record failed workers, as events and in the status."""
         for failure in failures:
             self.event("worker-failed", **failure)
         self.update(failures=[*self._status["failures"], *failures][-50:])
@@ -199,7 +200,15 @@ class EventLog:
         cure: str = "",
         no_progress: bool = False,
     ) -> None:
-        """Write the last event and status: why it ended, what to do, and whether restarts had brought nothing."""
+        """Write the last event and status.
+
+        Args:
+            state: the final state, such as "succeeded".
+            message: why the agent ended.
+            cause: the cause as a code.
+            cure: what the user can do.
+            no_progress: whether restarts have brought the job no further.
+        """
         self._ended.set()
         self.look(is_last=True)
         self.gpus.close()
@@ -224,7 +233,7 @@ class EventLog:
         self.update(**changes)
 
     def look(self, *, is_last: bool = False) -> None:
-        """Take over what the ranks tell; note it, and what the node uses, if it is time to. The status changes once."""
+        """Read what the ranks report, and update the status once; record events and a usage sample if they are due."""
         with self._looking:
             self._looked = time.monotonic()
             changes = self._progress()
@@ -238,14 +247,14 @@ class EventLog:
             self.update(**changes)
 
     def look_soon(self) -> None:
-        """Have the thread that looks do so if a second has passed: who asks is awake, so the core is woken once."""
+        """Have the status thread `look` now if a second has passed; a caller that is awake saves a later wake-up."""
         if time.monotonic() - self._looked > STATUS_INTERVAL_S * 0.9:
             self._is_asked.set()
 
     def _progress(self) -> NodeStatus:
-        """What the ranks say of their progress: the least advanced one speaks for the node."""
+        """Return the status fields of the progress, taken from the rank whose report is the oldest."""
         said = self.progress().values()
-        if not said:  # for people alone: what is guessed at is no sign of progress
+        if not said:  # a guess is shown to the user only: it does not count as progress
             found = guess.of_file(self._guessed_from) if self._guessed_from else None
             if found is not None:
                 self._guesses.add((found["epoch"], found["step"]))
@@ -262,12 +271,12 @@ class EventLog:
 
     @property
     def seems_to_train(self) -> bool:
-        """Whether rank 0's log, on its node, has told of two steps or epochs in this attempt."""
+        """Whether rank 0's log, if it is on this node, has shown two steps or epochs in this attempt."""
         return len(self._guesses) > 1
 
     def _result(self) -> dict[str, Any]:
-        """The numbers and words of ``output/result.json``, which the training module writes at its end."""
-        # A script may write any.
+        """Return the numbers and strings of ``output/result.json``, which the training module writes at its end."""
+        # Any script may write this file, with any content.
         with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
             text = (self._folder / "output" / "result.json").read_text(encoding="utf-8")
             found = json.loads(text) if len(text) < MAX_RESULT_BYTES else {}
@@ -280,14 +289,14 @@ class EventLog:
 
     @property
     def gpu_clock(self) -> float | None:
-        """Of the slowest GPU that this node's ranks use, in MHz, as of the last sample; None where that is unknown."""
+        """The clock of the slowest GPU of this node's ranks, in MHz, as of the last sample; None if it is unknown."""
         gpus = (self._status.get("usage") or {}).get("gpus") or []
         clocks = [float(clock) for each in gpus if isinstance(clock := each.get("clock"), int | float)]
         return min(clocks, default=None)
 
     @property
     def step(self) -> int | None:
-        """The step the node's least advanced rank has told of; None: it tells no number."""
+        """The step in the node's status; None if the ranks report no number."""
         return hang.Progress.parse(str(self._status["progress"] or ""), 0.0).step
 
     def _watch_progress(self) -> None:
@@ -295,5 +304,5 @@ class EventLog:
             self._is_asked.wait(MAX_STATUS_INTERVAL_S)
             self._is_asked.clear()
             if not self._ended.is_set():
-                with contextlib.suppress(OSError):  # there may be no descriptor left, for a while
+                with contextlib.suppress(OSError):  # there may be no descriptor left for a while
                     self.look()

@@ -1,6 +1,6 @@
-"""Watch the GPUs of this node's ranks while they train: samples, slowdowns, and faults with which no rank can go on.
+"""Watch the GPUs of this node's ranks: samples, slowdowns, and faults with which no rank can go on.
 
-The driver is asked by a process of its own (`deploy/host/probes/gpu/gpu_watch.py`), which a thread listens to.
+A process of its own (`deploy/host/probes/gpu/gpu_watch.py`) queries the driver, and a thread here reads its output.
 Standard library only.
 """
 
@@ -21,16 +21,16 @@ from typing import IO, Any
 from nodekit.deploy.host.probes.gpu.xids import FATAL_XIDS, HARDWARE_XIDS, HARMLESS_XIDS, parse_xids
 from nodekit.deploy.host.schema import GpuUsage, Say, WorkerFailure
 
-SILENT_S = 30.0  # the driver is asked every second
-STALE_S = 5.0  # what was seen longer ago is not told as of now
-SLOW_S = 5.0  # clocks that are low for a moment say nothing
-SLOW_AGAIN_S = 60.0
-SAME_S = 5.0  # an Xid comes from the driver and from the kernel's log
-BEFORE_S = 60.0  # how long before a rank failed what its GPU did may be the reason
-LAST_LOOK_S = 2.5  # how long the driver's word is waited for, of a rank that CUDA has failed
+SILENT_S = 30.0  # without an answer until the driver counts as silent; it is queried every second
+STALE_S = 5.0  # how old a sample may be to be reported as the present one
+SLOW_S = 5.0  # how long a clock must be low until it is reported
+SLOW_AGAIN_S = 60.0  # how long until a low clock of the same GPU is reported again
+SAME_S = 5.0  # how far apart the driver and the kernel's log may report the same Xid
+BEFORE_S = 60.0  # how long before a rank's failure a fault of its GPU may be the cause
+LAST_LOOK_S = 2.5  # how long to wait for the driver's next sample after a rank failed with a CUDA error
 FORGIVE = "when it is mended, kit clean --forgive lets kit up use it again"
 CURE = f"see `sudo dmesg | grep -i nvrm` there, reset the GPU or reboot the host; {FORGIVE}"
-_POWER_CAP = "sw_power_cap"  # of a GPU under full load
+_POWER_CAP = "sw_power_cap"  # normal for a GPU under full load
 _CUDA = re.compile(r"CUDA|NCCL|cuBLAS|cuDNN|nvml|GPU", re.IGNORECASE)
 _USERS_OWN = re.compile(r"out of memory|device-side assert|illegal memory access")
 _BROKEN = re.compile(r"uncorrectable (?:ECC|NVLink) error|GPU is lost|fallen off the bus")
@@ -38,29 +38,29 @@ _BROKEN = re.compile(r"uncorrectable (?:ECC|NVLink) error|GPU is lost|fallen off
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is wrong with a GPU."""
+    """A fault of a GPU."""
 
     gpu: int | None
-    """By nvidia-smi's index; None where that is not known."""
+    """nvidia-smi's index; None if it is unknown."""
     kind: str
-    """xid, ecc, lost, missing, silent."""
+    """xid, ecc, lost, missing or silent."""
     text: str
     is_fatal: bool
-    """Whether no rank can go on; else only those may not that were using it."""
+    """Whether no rank can go on; if not, only ranks that were using this GPU may fail."""
     when: float
     """By `time.monotonic`."""
     number: int | None = None
-    """Of the Xid."""
+    """The number of the Xid, if it is one."""
 
     def __str__(self) -> str:
         return f"GPU {'?' if self.gpu is None else self.gpu}: {self.text}"
 
 
 class GpuHealth:
-    """What the driver tells of some GPUs. Used from any thread."""
+    """The health of some GPUs, as reported by the driver; may be used from any thread."""
 
     def __init__(self, gpus: Sequence[int], say: Say) -> None:
-        """Watch these, by nvidia-smi's index; without any, or without a driver, there is nothing to tell."""
+        """Watch GPUs, given by nvidia-smi's index, and report events to `say`; without GPUs or a driver, do nothing."""
         self._gpus = tuple(gpus)
         self._say = say
         self._changed = threading.Condition()
@@ -71,7 +71,7 @@ class GpuHealth:
         self._faults: list[Fault] = []
         self._uncorrectable: dict[int, int] = {}
         self._slow: dict[int, tuple[float, float | None]] = {}
-        """GPU → since when its clock is low, and when that was told."""
+        """GPU → since when its clock is low, and when that was reported."""
         self._slow_told: dict[int, float] = {}
         self._process: subprocess.Popen[str] | None = None
         if gpus:
@@ -91,15 +91,15 @@ class GpuHealth:
             ).start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits in the driver
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may be stuck in the driver
                 process.wait(1)
 
     def usage(self) -> list[GpuUsage]:
-        """The last samples; none where the driver does not tell."""
+        """Return the last samples; none if the driver has not answered for `STALE_S`."""
         self._note_silence()
         with self._changed:
             return list(self._latest) if time.monotonic() - self._heard < STALE_S else []
@@ -111,7 +111,7 @@ class GpuHealth:
             return next((each for each in self._faults if each.is_fatal), None)
 
     def recent(self, before_s: float = BEFORE_S) -> Fault | None:
-        """The gravest, then the newest fault of that time, those included that a rank may survive."""
+        """Return the newest fatal fault; without one, the newest fault of the last `before_s` seconds, or None."""
         since = time.monotonic() - before_s
         with self._changed:
             known = [each for each in self._faults if each.kind != "silent"]
@@ -119,22 +119,22 @@ class GpuHealth:
         return max(found, key=lambda each: (each.is_fatal, each.when), default=None)
 
     def blamed_for(self, failures: Sequence[WorkerFailure]) -> Fault | None:
-        """The fault that ranks have failed of; None where it was something else, or nobody knows.
+        """Return the GPU fault that made ranks fail; None if the cause is another one or unknown.
 
-        As their ``error``, give what they said without the lines of code.
+        The failures' ``error`` must be a message without lines of code (`failures.message_of`).
         """
         if not self._gpus:
             return None
         if any(
             _CUDA.search(each["error"]) and not _USERS_OWN.search(each["error"])
             for each in failures
-            if each["exitcode"] != -signal.SIGKILL  # whatever it has said, this is not what ended it
+            if each["exitcode"] != -signal.SIGKILL  # no error that it printed ended it
         ):
-            self._wait_for_look()  # the driver's word may come a moment later than CUDA's
+            self._wait_for_look()  # the driver may report a fault a moment after CUDA does
         if (fault := self.recent()) is not None:
             return fault
         now = time.monotonic()
-        for each in failures:  # of a driver that tells nothing any more
+        for each in failures:  # in case the driver reports nothing any more
             for xid in parse_xids(each["kernel"]):
                 if xid.number in HARDWARE_XIDS and xid.number not in HARMLESS_XIDS:
                     return Fault(None, "xid", _of_xid(xid.number, xid.text), True, now, xid.number)
@@ -190,7 +190,8 @@ class GpuHealth:
                 faults.append(Fault(gpu, "xid", _of_xid(number, text), is_fatal, now, number))
         for each in found["gpus"]:
             index, errors = each["index"], each.get("uncorrectable", 0)
-            more = errors - self._uncorrectable.setdefault(index, errors)  # what was there before is no news
+            # Errors from before the agent's start are not new.
+            more = errors - self._uncorrectable.setdefault(index, errors)
             self._uncorrectable[index] = errors
             if more > 0:
                 text = f"{more} ECC error{'s' * (more > 1)} could not be corrected"
@@ -204,7 +205,7 @@ class GpuHealth:
         )
 
     def _look_at_clock(self, gpu: GpuUsage, now: float) -> None:
-        """Tell of a clock that is low, for another reason than the load, for a while; and when that is over."""
+        """Report a clock that is low for `SLOW_S` for another reason than full load, and report when it recovers."""
         index, reasons = gpu["index"], [each for each in gpu.get("slow", ()) if each != _POWER_CAP]
         since, told = self._slow.get(index, (now, None))
         if not reasons:
@@ -224,7 +225,7 @@ class GpuHealth:
             self._say("gpu-slow", gpu=index, reasons=reasons, **{name: gpu.get(name) for name in names})
 
     def _note_silence(self) -> None:
-        """Tell, once, of a driver that does not answer any more."""
+        """Report, once, that the driver does not answer any more."""
         now = time.monotonic()
         with self._changed:
             is_known = any(each.kind == "silent" and each.when > self._heard for each in self._faults)

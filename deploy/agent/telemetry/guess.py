@@ -1,6 +1,7 @@
-"""Guess how far a rank is from the last lines that it printed.
+"""Guess a rank's step, epoch and loss from the last lines that it printed.
 
-For people: it is no sign of progress. That it advances only tells a failure while training from one at the start.
+The guess is shown to the user, and does not count as progress. Only whether it advances matters, to tell a failure
+during training from one at the start.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 from nodekit.deploy.host.schema import Guess
 
 TAIL_BYTES = 8192
-LONG_TAIL_BYTES = 65536  # a traceback of gloo or NCCL stands below
+LONG_TAIL_BYTES = 65536  # more, since a traceback of gloo or NCCL may follow the lines of the training
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*[A-Za-z]")
 _NUMBER = r"(\d{1,12})(?![\d.]*\.\d|\w)"
 _OF = rf"{_NUMBER}(?:\s*(?:/|of)\s*(\d{{1,12}})(?!\w))?"
-# ` 37%|███▋      | 37/100 [00:03<00:06, …`: a download counts in bytes, as 1.2M/27.0M, and is none.
+# ` 37%|███▋      | 37/100 [00:03<00:06, …`; not the bar of a download, which counts in bytes, as 1.2M/27.0M.
 _BAR = re.compile(r"\d{1,3}%\|[^|]*\|\s*(\d{1,12})/(\d{1,12})\s*\[")
 _STEP = re.compile(rf"(?:\b|_)(?:step|iter|iteration|it)\b['\"]?[\s:=#\[(]*{_OF}", re.IGNORECASE)
 _EPOCH = re.compile(rf"\bepoch\b['\"]?[\s:=#\[(]*{_OF}", re.IGNORECASE)
@@ -30,7 +31,7 @@ _LOSS = re.compile(
 
 
 def of_file(path: str) -> Guess | None:
-    """That of a log, from its end."""
+    """Return the guess from the end of a log; None if there is none."""
     try:
         with Path(path).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -40,7 +41,7 @@ def of_file(path: str) -> Guess | None:
 
 
 def advances(path: str) -> bool:
-    """Whether the last lines of a log tell of two steps, or epochs: whoever printed them has trained."""
+    """Whether the last lines of a log show two different steps or epochs, so that the rank has trained."""
     try:
         with Path(path).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LONG_TAIL_BYTES))
@@ -57,7 +58,7 @@ def advances(path: str) -> bool:
 
 
 def of_text(text: str) -> Guess | None:
-    """``step``, ``total_steps``, ``epoch`` and ``loss`` of the last line that has the first or the third; or None."""
+    """Return ``step``, ``total_steps``, ``epoch`` and ``loss`` of the last line with a step or an epoch; else None."""
     for line in reversed(_COLOUR.sub("", text).replace("\r", "\n").split("\n")):
         step = _BAR.search(line) or _OF_EPOCH.search(line) or _STEP.search(line)
         epoch = _EPOCH.search(line)
@@ -75,7 +76,7 @@ def of_text(text: str) -> Guess | None:
 
 
 def brief(guess: Guess | None) -> str:
-    """A guess for a cell of a table: ``~37/100``, ``~epoch 3``; a dash without one."""
+    """Format a guess for a table's cell: ``~37/100`` or ``~epoch 3``; a dash for None."""
     if guess is None:
         return "–"
     if guess["step"] is not None:
@@ -84,7 +85,7 @@ def brief(guess: Guess | None) -> str:
 
 
 def words(guess: Guess) -> str:
-    """A guess for people: ``~step 37/100, epoch 3, loss 0.2``."""
+    """Format a guess for the user: ``~step 37/100, epoch 3, loss 0.2``."""
     parts = []
     if guess.get("step") is not None:
         total = guess.get("total_steps")

@@ -1,7 +1,7 @@
-"""What an agent notes of its node while its ranks train: samples, first steps, snapshots, what the ranks tell.
+"""Record what happens on a node while its ranks train: usage samples, first steps, snapshots, the ranks' own events.
 
-Standard library only. What goes on for a week is noted ever less often (see `pause_s`), and what lies between two
-notes is added up, so that a run's events stay small.
+Standard library only. The longer a run, the less often it is sampled (see `pause_s`), and snapshots between two events
+are summed up, so that a run's events stay small.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from nodekit.training.measures import is_least_best
 
 SAMPLE_S = 2.0
 SAMPLES_A_WEEK = 20_000
-"""Of all nodes together, about: each is half a kilobyte."""
-SLOWER = 0.03
-MAX_TOLD_BYTES = 4096
-MAX_TOLD_AGE_S = 60.0
+"""The most samples in a week, roughly, of all nodes together: each takes half a kilobyte."""
+SLOWER = 0.03  # the pause between two samples, as a share of the time since the agent began
+MAX_TOLD_BYTES = 4096  # of one line that a rank writes; longer ones are ignored
+MAX_TOLD_AGE_S = 60.0  # how old a rank's time may be to be used for the event
 _READ_BYTES = 1 << 20  # of one rank's file at a time
-_MAX_VALUE = 1e300  # no int may be larger: it would be no float
+_MAX_VALUE = 1e300  # a larger int could not become a float
 _LOSS = re.compile(r"\bloss[ =:]+([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", re.IGNORECASE)
 _TOTAL = re.compile(r"\s*\d+\s*/\s*(\d+)")
 _MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
 
 
 def pause_s(elapsed_s: float, num_nodes: int) -> float:
-    """From one sample of a node to its next, when that much time has passed since its agent began."""
+    """Return the seconds between two samples of a node, `elapsed_s` after its agent began."""
     return min(max(SAMPLE_S, elapsed_s * SLOWER), 7 * 86_400 / SAMPLES_A_WEEK * max(1, num_nodes))
 
 
 class Told(TypedDict):
-    """What a rank says of its progress; None for what it does not say."""
+    """The numbers in a rank's progress report; None for those that it lacks."""
 
     step: int | None
     total_steps: int | None
@@ -46,7 +46,7 @@ class Told(TypedDict):
 
 
 def parse_progress(text: str) -> Told:
-    """From a rank's words."""
+    """Parse the text of a rank's progress report."""
     total, loss = _TOTAL.match(text), _LOSS.search(text)
     value = float(loss[1]) if loss else None
     return {
@@ -57,7 +57,7 @@ def parse_progress(text: str) -> Told:
 
 
 def _without_what_stays(sample: Usage) -> dict[str, Any]:
-    """A sample as it is kept: of a GPU not what is the same in each, which is only in the status."""
+    """Return a sample for an event: without the constants of each GPU, which only the status has, and empty lists."""
     gpus = [
         {
             name: value
@@ -70,7 +70,7 @@ def _without_what_stays(sample: Usage) -> dict[str, Any]:
 
 
 class Notes:
-    """Looks when it is asked to, every second or so, and says what is worth it."""
+    """Looks at a node's ranks when called, every second or so, and records events for what is new."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class Notes:
         usage: Callable[[], Usage],
         num_nodes: int,
     ) -> None:
-        """Nothing is looked at yet.
+        """Begin without an attempt.
 
         Args:
-            say: called as ``say(kind, **fields)``.
-            told: the folder where ranks tell (``$NODEKIT_EVENTS_FILE``).
-            snapshots: the folder where they are committed.
-            usage: gives a sample of what the node uses.
+            say: called as ``say(kind, **fields)`` to record an event.
+            told: the folder of the files in which ranks write events (``$NODEKIT_EVENTS_FILE``).
+            snapshots: the folder where snapshots are committed.
+            usage: returns a sample of the node's usage.
             num_nodes: of the run.
         """
         self._say = say
@@ -106,7 +106,12 @@ class Notes:
         self._best: dict[str, tuple[float, float]] = {}
 
     def begin(self, attempt: str, *, sees_snapshots: bool) -> None:
-        """An attempt begins; what ranks of an earlier one told is gone. One node sees to a shared snapshot folder."""
+        """Begin an attempt, and remove what ranks of an earlier one have written.
+
+        Args:
+            attempt: its name in events.
+            sees_snapshots: whether this node reports snapshots; of nodes that share the folder, only one must.
+        """
         self._attempt, self._has_stepped, self._sees_snapshots = attempt, False, sees_snapshots
         self._known = self._manifests()
         self._offsets = {}
@@ -115,7 +120,13 @@ class Notes:
                 stale.unlink(missing_ok=True)
 
     def look(self, progress: str, *, is_training: bool, is_last: bool = False) -> Usage | None:
-        """Note what is new; a sample of what the node uses, when it is time for another."""
+        """Record what is new; return a usage sample if `SAMPLE_S` has passed since the last one, else None.
+
+        Args:
+            progress: the text of the node's progress.
+            is_training: whether usage samples are to be recorded as events.
+            is_last: whether the agent ends: then also record snapshots that would wait for a later look.
+        """
         said = parse_progress(progress)
         for fields in self._new_lines():
             self._take(fields)
@@ -134,13 +145,13 @@ class Notes:
         return sample
 
     def _steps(self, step: int | None, total_steps: int | None, **at: float) -> None:
-        """Say that the ranks step, the first time in an attempt; `at` if one has told when, which kit's own do."""
+        """Record the first step of an attempt, once; `at` is its time if a rank has reported that, as kit's own do."""
         if not self._has_stepped:
             self._has_stepped = True
             self._say("first-step", attempt=self._attempt, step=step, total_steps=total_steps, **at)
 
     def _is_due(self, kind: str) -> bool:
-        """Whether this kind may be noted again."""
+        """Whether an event of this kind may be recorded again; if so, put the next one off by `pause_s`."""
         now = time.monotonic()
         if now < self._due[kind]:
             return False
@@ -156,7 +167,7 @@ class Notes:
                     data = file.read(_READ_BYTES)
                 whole = data.rfind(b"\n") + 1
                 if not whole and len(data) == _READ_BYTES:
-                    whole = len(data)  # no line that is to be told here is so long
+                    whole = len(data)  # skip it: no valid line is so long
                 self._offsets[path.name] = self._offsets.get(path.name, 0) + whole
                 for line in data[:whole].splitlines():
                     with contextlib.suppress(ValueError, RecursionError):
@@ -165,12 +176,12 @@ class Notes:
                             yield fields
 
     def _take(self, told: Mapping[str, Any]) -> None:
-        """One thing that a rank tells; what is not known is left alone."""
+        """Record one event of a rank; ignore an unknown kind."""
         kind, step = told.get("kind"), told.get("step")
         if not isinstance(step, int):
             return
         when, now = told.get("time"), time.time()
-        # By this host's clock, as ours: a time that cannot be is not taken over.
+        # Ranks use the same host's clock: ignore a time that is in the future or too old.
         at = {"time": when} if isinstance(when, int | float) and now - MAX_TOLD_AGE_S < when <= now else {}
         if kind == "resumed":
             self._say("resumed", attempt=self._attempt, step=step, **at)
@@ -193,7 +204,7 @@ class Notes:
                 for name, value in told["metrics"].items()
                 if isinstance(value, int | float) and abs(value) < _MAX_VALUE
             }
-            # The best ones are what is asked for later; of the others some will do.
+            # Record each new best, which is what people ask for later, and only some of the others.
             if metrics and (self._is_best(metrics) or self._is_due("evaluation")):
                 self._say(
                     "evaluation",
@@ -217,7 +228,7 @@ class Notes:
             return {path.name for path in self._snapshots.iterdir() if _MANIFEST.fullmatch(path.name)}
         except (FileNotFoundError, NotADirectoryError):
             return set()
-        except OSError:  # else those known would be told of as new at the next look
+        except OSError:  # keep the known ones, or they would be reported as new next time
             return self._known
 
     def _look_for_snapshots(self, *, is_last: bool) -> None:

@@ -1,4 +1,4 @@
-"""Measure what a node uses now: processor, memory, its interface, its GPUs. Standard library only."""
+"""Measure what a node uses now: CPU, memory, network interface, GPUs. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from nodekit.deploy.host import schema
 
 
 class Usage:
-    """Asked now and then; rates are those since the last time."""
+    """Samples of a node's usage; rates are averages since the last sample."""
 
     def __init__(self, interface: str, gpus: Callable[[], list[schema.GpuUsage]] = list) -> None:
-        """`gpus` gives the last samples of the node's."""
+        """Measure the network `interface`; `gpus` returns the last samples of the node's GPUs."""
         self._interface = interface
         self._gpus = gpus
         self._busy, self._all = _processor()
         self._traffic, self._asked = _traffic(interface), time.monotonic()
 
     def now(self) -> schema.Usage:
-        """A sample, as docs/events.md has it; None for what is not known."""
+        """Return a sample, with the fields of docs/events.md; None for values that are unknown."""
         (busy, all_), now = _processor(), time.monotonic()
         traffic = _traffic(self._interface)
         cpu = (busy - self._busy) / (all_ - self._all) if all_ > self._all else None
         seconds = max(now - self._asked, 1e-6)
         rates: list[float | None] = [None, None]
         if traffic and self._traffic:
-            rates = [
-                max(0, new - old) / seconds for new, old in zip(traffic, self._traffic, strict=True)
-            ]  # an interface that was made anew counts from 0
+            # At least 0: the counters of an interface that was recreated start again.
+            rates = [max(0, new - old) / seconds for new, old in zip(traffic, self._traffic, strict=True)]
         self._busy, self._all, self._traffic, self._asked = busy, all_, traffic, now
         total, available = _memory()
         return {
@@ -45,7 +44,7 @@ class Usage:
 
 
 def _processor() -> tuple[int, int]:
-    """Ticks that all cores together were busy, and altogether."""
+    """Return the ticks in which the cores were busy, and all ticks, summed over the cores."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         ticks = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         idle = ticks[3] + ticks[4]
@@ -54,7 +53,7 @@ def _processor() -> tuple[int, int]:
 
 
 def _memory() -> tuple[int | None, int | None]:
-    """Bytes, altogether and to be had."""
+    """Return total and available memory in bytes."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         found = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
@@ -63,7 +62,7 @@ def _memory() -> tuple[int | None, int | None]:
 
 
 def _traffic(interface: str) -> tuple[int, int] | None:
-    """Bytes received and sent so far; /proc, since /sys may be another network namespace's."""
+    """Return the bytes received and sent so far; from /proc, since /sys may show another network namespace."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/net/dev").read_text().splitlines():
             name, found, counts = line.partition(":")
