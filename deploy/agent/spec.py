@@ -18,13 +18,13 @@ class AgentSpec:
 
     run_id: str
     generation: int
-    """Number of the run's current start; agents of an older generation must not act any more."""
+    """Which start of the run this is; agents of an older generation must not act any more."""
     call: int = 0
-    """Number of the call into this generation; counts up when a fence is called off and the node is called again."""
+    """Which call into this generation this is; more than 0 if a fence was called off and the node called again."""
     joins: bool = False
     """Whether the job is running already, so that the other nodes stop and wait as soon as this one joins."""
     stands_by: bool = False
-    """Whether this run's ranks can be started before their attempt is known, as some that have stayed have shown."""
+    """Whether ranks may be started before their attempt is known: ranks of this run have waited for one before."""
     name: str
     node_rank: int
     nodes: tuple[str, ...] = ()
@@ -53,9 +53,13 @@ class AgentSpec:
     """Set by the agent of the rendezvous host: the descriptor of its socket that listens on `master_port`."""
     keep_alive_s: float = 0.5
     lost_after: int = 5
+    """How many keepalives may stay unacknowledged before a node counts as lost."""
     last_call_s: float = 1.0
+    """How long a round, after the first, waits for more nodes once it has min_nodes."""
     wait_s: float = 1800.0
+    """How long to wait for min_nodes, or for a call into the next generation."""
     hang: float | Literal["auto", "never"] = "auto"
+    """How long ranks may make no progress, in seconds."""
     window_s: float = 10.0
     """Length of one measurement of which rank makes the others wait."""
     copies: int = 2

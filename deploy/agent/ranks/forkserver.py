@@ -253,8 +253,8 @@ class _Server:
     def _look_at_ending(self) -> None:
         ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
         if gone := {pid for pid in self._ending if os.waitid(os.P_PID, pid, ended)}:
-            # What they had started is this process's child now: kill it before they are reaped, since the workers that
-            # replace them wait until then.
+            # Kill what they had started, now children of this process, before reaping them: the workers that replace
+            # them wait until then.
             children.clear_up({}, but=self._stuck | self._ending, stay=self._pids.values())
             for pid in gone:
                 os.waitpid(pid, 0)

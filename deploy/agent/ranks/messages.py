@@ -59,7 +59,7 @@ class Messages:
             os.mkfifo(path, 0o600)
 
     def keep(self, local_rank: int) -> None:
-        """As `renew`; from now on messages to this rank are held in the FIFO until it reads them."""
+        """Replace the rank's FIFO by one that holds messages until the rank reads them."""
         self.renew(local_rank)
         if (handle := self._kept.pop(local_rank, None)) is not None:
             os.close(handle)

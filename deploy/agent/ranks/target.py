@@ -112,6 +112,6 @@ def refusal(
 
 
 def _set_for_imports(script: str) -> list[str]:
-    """Return the variables that a script sets before it imports torch, which libraries in a fork have already read."""
+    """Return the variables that a script sets before its torch import, but that a fork has read already."""
     names = {first or second for first, second in _SETS.findall(_IMPORTS_TORCH.split(script, maxsplit=1)[0])}
     return sorted(filter(_READ_AT_IMPORT.match, names))

@@ -103,7 +103,7 @@ class KeepaliveServer:
             for connection in self._connected.values():
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:  # noqa: ARG002  # whoever proves it is one of us
+    def _serve(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:  # noqa: ARG002  # the proof counts, not the address
         identity = ""
         with connection:
             try:

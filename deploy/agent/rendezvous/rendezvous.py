@@ -413,7 +413,7 @@ class Rendezvous:
         return node.identity in self._lost
 
     def gone(self, formed: Formed) -> list[str]:
-        """Return the names of a round's members whose keepalives have ended; a restarted agent is another process."""
+        """Return the names of a round's members whose keepalives have ended, even if a new agent runs there since."""
         lost = self._lost
         return sorted(str(each["name"]) for each in formed.members if each["identity"] in lost)
 

@@ -45,9 +45,7 @@ class State(upstream._BackendRendezvousStateHolder):
         super().__init__(backend, settings, cache_duration=poll_s())  # type: ignore[arg-type]  # it is only ever subtracted from a time
         self._node, self._is_gone, self._are_all_here, self._poll_s = node, is_gone, are_all_here, poll_s
         self._last_look = time.monotonic()
-        self._silences: dict[
-            Any, tuple[datetime, float]
-        ] = {}  # node → heartbeat, and the seconds watched since
+        self._silences: dict[Any, tuple[datetime, float]] = {}  # node → heartbeat, seconds watched since
         self._told_deadline = self._own_deadline = _NEVER
         self._last_call_ends = math.inf
 
@@ -94,7 +92,10 @@ class State(upstream._BackendRendezvousStateHolder):
         return {node for node, (_, seconds) in self._silences.items() if seconds > HEARTBEAT_S * HEARTBEATS}
 
     def _by_own_clock(self, deadline: datetime) -> datetime:
-        """Return a past time once the last call is over, else a future one; it begins when this node sees its end."""
+        """Return a past time once the last call is over, else a future one.
+
+        The last call lasts for its timeout, from when this node first sees the deadline, which it does not compare.
+        """
         now = time.monotonic()
         if deadline != self._told_deadline:
             self._told_deadline = deadline

@@ -343,9 +343,7 @@ class Pusher:
         self.targets = targets
         """Node → endpoint."""
         self._targets = [_Target(node, endpoint) for node, endpoint in targets.items()]
-        self._since: dict[
-            str, tuple[object, float]
-        ] = {}  # changed name → the change, and when it was first seen
+        self._since: dict[str, tuple[object, float]] = {}  # changed name → the change, first seen when
         self._is_stopping = False
         self._wake, self._settled = threading.Event(), threading.Event()
         self._settle_until = 0.0
