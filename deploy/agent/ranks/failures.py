@@ -11,7 +11,6 @@ from typing import Any
 
 from nodekit.deploy.host.schema import WorkerFailure
 
-_OURS = re.compile(r"/deploy/(?:\w+/)*forkserver\.py")
 # What a rank prints when it has lost a peer: its failure is not the first one.
 _SECONDARY = re.compile(
     r"Connection (?:reset|closed) by (?:remote )?peer|Broken pipe|Connection refused by peer"
