@@ -1,4 +1,4 @@
-"""Ctrl-C, and what means the same."""
+"""Handling of Ctrl-C, and of the signals that are treated like it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 
 class NothingLeft(KeyboardInterrupt):
-    """A Ctrl-C by which all that kit had started is ended, for sure."""
+    """A Ctrl-C after which nothing that kit had started is still running."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM in place of Ctrl-C: a machine that shuts down sends it, too, and nobody may have meant the job."""
+    """SIGTERM in place of Ctrl-C: a machine that shuts down sends it too, so it may not be meant for the job."""
 
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM is a Ctrl-C too: what that ends or mends is ended or mended in either case."""
+    """Raise KeyboardInterrupt on SIGTERM too, so that both signals get the same cleanup."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt("SIGTERM")
@@ -32,7 +32,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Let go of a terminal that is closed: nobody reads what is said from here on, and saying it must not fail."""
+    """Redirect stdio of a closed terminal to /dev/null: nobody reads it any more, and writing must not fail."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)
@@ -40,22 +40,22 @@ def leave_terminal() -> None:
 
 
 class Interrupts:
-    """What Ctrl-C and SIGTERM do meanwhile: each one interrupts, or the next one alone, or none.
+    """Decides which Ctrl-C and SIGTERM interrupt within its `with` block: each one, only the next one, or none.
 
-    SIGHUP, of a terminal that is closed, interrupts like these where one would; elsewhere it is no second Ctrl-C: shell
-    and kernel may both send it, and what goes on goes on without a terminal.
+    SIGHUP, from a closed terminal, interrupts as these do, but never counts as a second Ctrl-C: both the shell and the
+    kernel may send it. If it does not interrupt, the program goes on without a terminal.
 
-    What ends a job must not be interrupted itself: the job would go on. It does nothing before its `with`, which is for
-    the main thread, and nothing to a signal that is ignored, as that of a background process is.
+    Shutdown of a job must not be interrupted: the job would go on. The `with` block must be in the main thread. Signals
+    that are ignored, as SIGINT is in a background process, stay ignored.
     """
 
     def __init__(self) -> None:
         self.again = False
-        """One has come that did not interrupt. No threading.Event: its lock could be held by who is interrupted."""
+        """Whether a signal has come that did not interrupt. A bool: interrupted code may hold an Event's lock."""
         self._next = self._later = True
-        """Whether the next one interrupts, and those after it."""
+        """Whether the next signal interrupts, and those after it."""
         self._interrupt = KeyboardInterrupt()
-        """What the last one raises."""
+        """The exception for the last signal."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -70,19 +70,19 @@ class Interrupts:
             signal.signal(number, before)
 
     def each(self) -> None:
-        """Each one interrupts: there is nothing yet, or nothing any more, that it could leave running."""
+        """Let each signal interrupt: nothing has been started yet, or nothing is left running."""
         self._next = self._later = True
         self.again = False
 
     def once(self) -> None:
-        """The next one interrupts, and none after it; one that has come since `hold` does so at once."""
+        """Let the next signal interrupt, and none after it; raise at once if one has come since `hold`."""
         self._next, self._later = True, False
         if self.again:
             self._next = self.again = False
             raise self._interrupt
 
     def hold(self) -> None:
-        """None interrupts."""
+        """Let no signal interrupt."""
         self._next = self._later = False
 
     def _hear(self, number: int, _: object) -> None:

@@ -1,4 +1,4 @@
-"""A terminal's keys, one by one as they are pressed; what was changed for that is put back in every case."""
+"""Reads single key presses from a terminal, and always restores its settings."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _ESCAPES = {
     b"[5~": "pageup", b"[6~": "pagedown",
 }  # fmt: skip
 _PLAIN = {"\r": "enter", "\n": "enter", "\x1b": "esc", "\t": "tab", "\x7f": "backspace", "\x08": "backspace"}
-_REST_S = 0.05  # within which the rest of an escape sequence comes, over a slow line too
+_REST_S = 0.05  # the rest of an escape sequence comes within this time, over a slow connection too
 
 
 class Keys:
-    """Reads a terminal without waiting; Ctrl-C and Ctrl-Z are signals as ever."""
+    """Reads a terminal's keys without blocking; Ctrl-C and Ctrl-Z still send signals."""
 
     def __init__(self, fd: int) -> None:
-        """Of the terminal behind `fd`; nothing happens before `start`."""
+        """Prepare to read the terminal `fd`; change nothing before `start`."""
         self._fd = fd
         self._before: list[Any] | None = None
 
     def start(self) -> None:
-        """From now on a key is there at once, and is not shown."""
+        """Turn off line buffering and echo."""
         self._before = termios.tcgetattr(self._fd)
         tty.setcbreak(self._fd, termios.TCSANOW)
 
     def stop(self) -> None:
-        """Put the terminal back; safe to repeat."""
+        """Restore the terminal's settings; safe to repeat."""
         if self._before is not None:
             before, self._before = self._before, None
-            with contextlib.suppress(termios.error):  # it is gone
+            with contextlib.suppress(termios.error):  # the terminal is closed
                 termios.tcsetattr(self._fd, termios.TCSANOW, before)
 
     def pressed(self) -> list[str]:
-        """What was pressed since: a character each, or a name such as ``up``, ``enter``, ``esc``."""
+        """Return the keys pressed since the last call: characters, or names such as ``up``, ``enter``, ``esc``."""
         if self._before is None or not self._is_ready(0.0):
             return []
         data = os.read(self._fd, 1024)
@@ -52,7 +52,7 @@ class Keys:
 
 
 def decode(data: bytes) -> list[str]:
-    """Key by key what a terminal has sent; escape sequences that are not known are left out."""
+    """Split a terminal's input into keys; unknown escape sequences are dropped."""
     found = []
     while data:
         if data[:1] == b"\x1b" and data[1:2] in (b"[", b"O"):

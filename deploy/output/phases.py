@@ -1,4 +1,4 @@
-"""What is said of the phases of a command while they go by."""
+"""Prints the phases of a command, and how long each took."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import time
 from collections.abc import Iterator
 
 SILENT_S = 1.0
-"""After so long a phase says what it waits for."""
+"""Seconds after which a phase prints what it waits for."""
 
 
 class Phases:
-    """Says how long each phase took, and records it."""
+    """Prints how long each phase took, and records it."""
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
         self.began = time.time()
         self.done: list[tuple[str, float, float]] = []
-        """Name, seconds, and when it was done."""
+        """Name, seconds, and end time of each phase."""
 
     @contextlib.contextmanager
     def phase(self, name: str, *, waits_for: str = "") -> Iterator[list[str]]:
-        """Time one phase; what the caller puts into the list is said at its end, what it waits for if it takes long."""
+        """Time a phase; at its end print what the caller has put into the list; print `waits_for` if it takes long."""
         said: list[str] = []
         start = time.monotonic()
         waiting = threading.Timer(SILENT_S, self.say, [f"{name:<8} waiting for {waits_for}"])
@@ -37,6 +37,6 @@ class Phases:
         self.say(f"{name:<8} {'; '.join(said)}  ({seconds:.1f} s)")
 
     def say(self, text: str) -> None:
-        """One line, unless silent."""
+        """Print one line, unless silent."""
         if not self._silent:
             print(text, flush=True)

@@ -1,4 +1,4 @@
-"""Curves over each other in a terminal: dots of braille in colours, or a mark for each curve where there are none."""
+"""Plots several curves in a terminal: braille dots in colours, or without colours a different mark for each curve."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from dataclasses import dataclass
 COLOURS = ("cyan", "magenta", "yellow", "green", "red", "blue")
 MARKS = "ox+*#@"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Of a braille cell: row → column → its bit."""
+"""Row → column → the bit of that dot in a braille character."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line."""
+    """One curve and its label."""
 
     label: str
     points: Sequence[tuple[float, float]]
-    """(x, y), by x."""
+    """(x, y), ordered by x."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One character, and whose curve it is of; None: none's."""
+    """One character, and the index of its curve (None: of no curve)."""
 
     text: str
     curve: int | None = None
 
 
 def plot(curves: Sequence[Curve], *, width: int, height: int, colour: bool) -> list[list[Cell]]:
-    """The lines of a picture, axes included; pure.
+    """Return the lines of a plot, axes included; pure.
 
     Args:
-        curves: some with two points or more.
-        width: characters of a line, at most.
-        height: lines of the picture, without those below its x axis.
-        colour: braille, to be coloured by each cell's `curve`; else marks.
+        curves: at least one with points.
+        width: characters per line, at most.
+        height: lines above the x axis.
+        colour: draw braille, to be coloured by each cell's `curve`; else marks.
     """
     points = [point for curve in curves for point in curve.points]
     if not points:
@@ -75,13 +75,13 @@ def plot(curves: Sequence[Curve], *, width: int, height: int, colour: bool) -> l
 
 
 def range_of(values: Sequence[float]) -> tuple[float, float]:
-    """From where to where an axis goes that has these values."""
+    """Return the limits of an axis for these values; never an empty range."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2)
 
 
 def _line(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """All places that a line through some goes over."""
+    """Return all cells on the straight lines between consecutive points."""
     yield from places[:1]
     for (x, y), (to_x, to_y) in itertools.pairwise(places):
         steps = max(abs(to_x - x), abs(to_y - y))
@@ -95,7 +95,7 @@ def _braille(dots: dict[tuple[int, int], list[int]], row: int, column: int) -> C
         if own := dots.get((column * 2 + x, row * 4 + y)):
             bits |= _DOTS[y][x]
             owners += own
-    # Where several meet, each is seen in its turn.
+    # Where curves overlap, alternate between their colours by column.
     return Cell(chr(0x2800 + bits), _turn(owners, column)) if bits else Cell(" ")
 
 

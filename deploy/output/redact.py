@@ -1,4 +1,4 @@
-"""Takes secrets out of what is shown to others: values of variables, passwords in URLs, what looks like a key."""
+"""Removes secrets from texts that others will see: values of variables, passwords in URLs, strings like API keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from nodekit.deploy.host.schema import EventKind
 
 LEFT_OUT = "…"
 _SHORTEST = 8
-"""Of a variable's value that is looked for in other texts too: ``1`` and ``info`` are everywhere."""
+"""Shorter values of ordinary variables are not searched for in texts: ``1`` and ``info`` are everywhere."""
 _SHORTEST_SECRET = 4
 
-# Each expression is linear: whatever is repeated either begins where no earlier try has, or has a bound.
+# Each expression takes linear time: a repetition either cannot start within an earlier try, or is bounded.
 _NAME = r"token|secret|passw(?:or)?d|passphrase|credential|(?:api|access|private)[-_]?key"
 _IN_TEXT = re.compile(_NAME, re.IGNORECASE)
 _SECRET_NAME = re.compile(rf"{_NAME}|(?:^|[-_])(?:auth|key|pat|pwd)$", re.IGNORECASE)
 _IN_QUERY = re.compile(
     rf"{_SECRET_NAME.pattern}|(?:^|[-_.])(?:sig|signature|pass|code|session|sid)$", re.IGNORECASE
 )
-"""Of a URL's parameters; in prose a key or a code is harmless."""
+"""Names of secret parameters in a URL's query; in prose, a word such as key or code is harmless."""
 _NAMED = re.compile(
     r"(?<![\w.-])(?:(?P<option>-[\w.-]*)\s+(?=[^\s-])"
     r"|(?P<name>[\w.-]+)\\{0,3}[\"']?\s*[=:]{1,2}>?\s*(?:bearer\s+)?)(?P<quote>\\{0,3}[\"']?)",
@@ -53,7 +53,7 @@ _OWN_WORDS = (
     *get_args(EventKind), "snapshots", "restart", "waiting", "starting", "running", "training", "orphaned", "succeeded",
     "stopped", "goodput", "accuracy",
 )  # fmt: skip
-"""What kit itself calls kinds, causes and states: they are no one's secret, and a report is told apart by them."""
+"""Kit's own words for kinds, causes and states: no secrets, and a redacted report must still be readable."""
 _LONGEST_KEPT = 4096
 
 
@@ -62,13 +62,13 @@ def _is_own_word(value: str) -> bool:
 
 
 class Redactor:
-    """Knows a run's secrets, and takes them out of texts."""
+    """Knows a run's secrets, and removes them from texts."""
 
     def __init__(self, inventory: Mapping[str, Any], *, known: Iterable[str] = ()) -> None:
-        """Of the inventory's variables no value is told; of its secrets, those of the environment here are known.
+        """Collect the values to remove: the inventory's variables, and its secrets as far as they are set here.
 
         Args:
-            inventory: as the run's record has it.
+            inventory: the one in the run's record.
             known: further secrets.
         """
         values = dict.fromkeys(known, _SHORTEST_SECRET)
@@ -78,7 +78,7 @@ class Redactor:
         names = list(dict.fromkeys(_secrets(inventory)))
         values |= {os.environ[name]: _SHORTEST_SECRET for name in names if name in os.environ}
         self.unknown = tuple(name for name in names if name not in os.environ)
-        """The inventory's secrets whose values this process does not have, and so cannot find in a text."""
+        """The inventory's secrets that are not set in this environment: their values cannot be found in texts."""
         found = {
             written
             for value, shortest in values.items()
@@ -92,7 +92,7 @@ class Redactor:
 
     @property
     def warning(self) -> str:
-        """What whoever passes the report on has to know of `unknown`; "" where there are none."""
+        """A warning about `unknown` for those who pass the report on; "" if there are none."""
         if not self.unknown:
             return ""
         names = ", ".join(self.unknown)
@@ -102,7 +102,7 @@ class Redactor:
         )
 
     def text(self, text: str) -> str:
-        """A text without secrets; most of those of a run come again and again."""
+        """Remove secrets from a text; results are cached, as most texts of a run repeat."""
         return (self._often if len(text) <= _LONGEST_KEPT else self._text)(text)
 
     def _text(self, text: str) -> str:
@@ -115,7 +115,7 @@ class Redactor:
         return _SHAPES.sub(LEFT_OUT, _without_named(text))
 
     def words(self, argv: Iterable[str]) -> list[str]:
-        """A command's words: also of ``--token x`` the second one is left out."""
+        """Remove secrets from a command line, also the argument after an option such as ``--token``."""
         shown: list[str] = []
         is_next = False
         for word in argv:
@@ -125,9 +125,9 @@ class Redactor:
         return shown
 
     def tree(self, value: Any, name: str = "") -> Any:
-        """JSON values, and dataclasses of them, without secrets.
+        """Remove secrets from JSON values, and dataclasses of them.
 
-        Of variables and of where people are notified nothing is told but the names; kit's own variables are no secrets.
+        Of variables and notification targets only the names and hosts remain; kit's own variables are not secret.
         """
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
@@ -158,12 +158,12 @@ class Redactor:
 
 @functools.lru_cache(maxsize=1024)
 def is_secret_name(name: str) -> bool:
-    """Whether what is called so is no one's business."""
+    """Whether the value of a variable, option or key with this name is secret."""
     return bool(_SECRET_NAME.search(name))
 
 
 def _without_named(text: str) -> str:
-    """A text without what is assigned to a secret name: of variables, options, JSON and parameters of URLs."""
+    """Remove what is assigned to a secret name in a text: variables, options, JSON and URL parameters."""
     parts: list[str] = []
     done = at = 0
     while match := _NAMED.search(text, at):
@@ -181,7 +181,7 @@ def _without_named(text: str) -> str:
 
 
 def _secrets(inventory: Mapping[str, Any]) -> Iterable[str]:
-    """The variables that an inventory names in place of a secret's value."""
+    """Return the variables that an inventory refers to for secret values."""
     yield from _mapping(inventory.get("job")).get("secrets") or ()
     webhook = _mapping(_mapping(inventory.get("notify")).get("webhook"))
     if webhook.get("url_from"):
@@ -191,7 +191,7 @@ def _secrets(inventory: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _envs(value: Any) -> Iterable[Mapping[str, Any]]:
-    """All ``env`` of an inventory."""
+    """Return all ``env`` mappings of an inventory."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             if key == "env" and isinstance(each, Mapping):

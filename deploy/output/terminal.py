@@ -1,4 +1,4 @@
-"""Where all that kit prints goes through: a terminal gets nothing that it would act on, and lost output ends no job."""
+"""All output of kit: control sequences are kept from terminals, and output that cannot be written ends no job."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from nodekit.inventory.errors import KitError
 if TYPE_CHECKING:
     from rich.console import Console
 
-# C0 but for tab and newline, DEL, C1, what turns the direction of writing, and halves of surrogates, which no terminal
-# can be sent. Every escape sequence begins with one of them.
+# C0 except tab and newline, DEL, C1, characters that change the writing direction, and lone surrogates, which no
+# encoding can send. Every escape sequence begins with one of these.
 _UNSAFE = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _ANY = re.compile(f"[{_UNSAFE}]")
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _SEQUENCE = re.compile(
     rf"{_COLOUR.pattern}"
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # CSI: the cursor, the screen, modes
-    # OSC, DCS, SOS, PM and APC with all they carry: titles, links, the clipboard. One without an end is no sequence.
+    # OSC, DCS, SOS, PM and APC with their contents: titles, links, the clipboard. Without a terminator it is none.
     rf"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^{_UNSAFE}\n]*(?:\x07|\x1b\\|\x9c)"
     r"|\x1b[ -/]*[0-~]"
     r"|\r\n?"
@@ -33,9 +33,9 @@ _SEQUENCE = re.compile(
 
 
 def harmless(text: str, *, colours: bool = True) -> str:
-    """The text without escape sequences and control characters; tabs, newlines and (`colours`) plain colours stay.
+    """Remove escape sequences and control characters; tabs, newlines and (`colours`) plain colours stay.
 
-    A carriage return begins a line. What is left of a sequence that is cut off is shown as the text that it then is.
+    A carriage return becomes a newline. The rest of a sequence that is cut off is shown as plain text.
     """
     if _ANY.search(text) is None:
         return text
@@ -52,14 +52,14 @@ def harmless(text: str, *, colours: bool = True) -> str:
 
 
 class Harmless:
-    """A terminal that is written to by `print`, and gets nothing but harmless text."""
+    """A terminal for `print` that receives only harmless text."""
 
     def __init__(self, stream: TextIO | Output) -> None:
         self.stream = stream
-        """The terminal itself, for who draws on it."""
+        """The terminal itself, for code that draws on it."""
 
     def write(self, text: str) -> int:
-        """Write it, made harmless."""
+        """Write a text, made harmless."""
         self.stream.write(harmless(text))
         return len(text)
 
@@ -68,31 +68,31 @@ class Harmless:
 
 
 class Output:
-    """stdout or stderr, whose reader may leave (``| head``), whose terminal may go, and whose disk may fill up."""
+    """stdout or stderr, whose reader may end (``| head``), whose terminal may close, and whose disk may fill up."""
 
     def __init__(self, stream: TextIO, *, may_be_lost: bool) -> None:
-        """``may_be_lost``: what is being done goes on without anybody who reads of it; else the next write ends it."""
+        """``may_be_lost``: if the output cannot be written, go on without it; else the next write raises."""
         self.stream = stream
         self._may_be_lost = may_be_lost
 
     def write(self, text: str) -> int:
-        """Write it.
+        """Write a text.
 
         Raises:
             BrokenPipeError: the reader has left.
-            KitError: it cannot be written.
+            KitError: the text cannot be written.
         """
         with self._told():
             self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Write what waits; raises as `write` does."""
+        """Flush the buffer; raises as `write` does."""
         with self._told():
             self.stream.flush()
 
     def close_quietly(self) -> None:
-        """Have nothing wait that the interpreter could fail to write at its exit."""
+        """Flush, or discard what cannot be written, so that the interpreter does not fail at its exit."""
         try:
             self.stream.flush()
         except (OSError, ValueError):
@@ -115,7 +115,7 @@ class Output:
             ) from error
 
     def _to_nothing(self) -> None:
-        """From here on nobody reads it, and saying it to nobody must not fail; that of the processes begun here too."""
+        """Redirect this output to /dev/null, also for child processes: writing without a reader must not fail."""
         with contextlib.suppress(OSError, ValueError):
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self.stream.fileno())
@@ -127,9 +127,9 @@ class Output:
 
 @contextlib.contextmanager
 def screen(*, may_be_lost: bool = False) -> Iterator[None]:
-    """Whatever is printed here to a terminal is harmless; a file or a pipe gets it as it is.
+    """Make all output to a terminal harmless within this block; a file or a pipe gets it unchanged.
 
-    A letter that their encoding lacks is printed as an escape. ``may_be_lost``: see `Output`.
+    A character that the encoding lacks is printed as an escape. ``may_be_lost``: see `Output`.
     """
     _open_what_is_closed()
     with contextlib.ExitStack() as stack:
@@ -146,7 +146,7 @@ def screen(*, may_be_lost: bool = False) -> Iterator[None]:
 
 
 def _open_what_is_closed() -> None:
-    """A daemon may have closed stdin, stdout or stderr, which the first files that are opened would then become."""
+    """Open closed stdio on /dev/null: a daemon may have closed it, and the next opened file would take its number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             handle = os.open(os.devnull, os.O_RDWR)
@@ -157,8 +157,8 @@ def _open_what_is_closed() -> None:
 
 
 def console(file: TextIO | None = None, **options: Any) -> Console:
-    """A console of rich on `file` (stdout): its own control sequences pass, and what it shows is made harmless."""
-    from rich.console import Console  # it takes long, and few commands need it
+    """Return a rich console on `file` (stdout): its own control sequences pass, and its content is made harmless."""
+    from rich.console import Console  # imported here: it takes long, and few commands need it
     from rich.segment import Segment
 
     class Screen(Console):
@@ -174,6 +174,6 @@ def console(file: TextIO | None = None, **options: Any) -> Console:
 
 
 def shown_path(path: str) -> str:
-    """A path as a person writes it here."""
+    """Return a path as a user would type it here: relative, if it is below the working directory."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

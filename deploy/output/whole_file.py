@@ -1,4 +1,4 @@
-"""A file that is there whole, or as it was before."""
+"""Writes a file atomically: it has either all of its new content or the old one."""
 
 import os
 import secrets
@@ -6,15 +6,15 @@ from pathlib import Path
 
 
 def write(path: Path, text: str, *, mode: int = 0o600) -> None:
-    """Put the text in place of what the file had; a link stays one, and a pipe or a device is written to.
+    """Replace a file's content with a text; a link stays a link, and a pipe or a device is written to.
 
     Args:
-        path: the file.
-        text: all of it.
-        mode: of a file that is new, less the umask.
+        path: of the file.
+        text: the whole content.
+        mode: permissions of a new file, less the umask.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():

@@ -1,25 +1,25 @@
-"""Numbers, names, times and sizes as people read them."""
+"""Formats numbers, names, times and sizes for people."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-_NAMED = 6  # of more than this the rest is only counted
+_NAMED = 6  # more names than this are only counted
 
 
 def count(number: int, noun: str) -> str:
-    """`1 node`, `1,200 steps`."""
+    """Format a count with its noun: `1 node`, `1,200 steps`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def names(nodes: Collection[str]) -> str:
-    """Some nodes for people: the first few of many."""
+    """Join node names; of many, only the first few."""
     first = ", ".join(list(nodes)[:_NAMED])
     return first if len(nodes) <= _NAMED else f"{first} and {len(nodes) - _NAMED} more"
 
 
 def duration(seconds: float) -> str:
-    """`5.9 s`, `42 s`, `3 min 5 s`, `2 h 10 min`, `3 d 4 h`."""
+    """Format seconds: `5.9 s`, `42 s`, `3 min 5 s`, `2 h 10 min`, `3 d 4 h`."""
     seconds = max(seconds, 0.0)
     if seconds < 9.95:
         return f"{seconds:.1f} s"
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """`1.2 GB`, `412 MB`, `5.6 kB`, `78 bytes`."""
+    """Format bytes: `1.2 GB`, `412 MB`, `5.6 kB`, `78 bytes`."""
     for unit_bytes, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= unit_bytes * 0.9995:
             size = num_bytes / unit_bytes

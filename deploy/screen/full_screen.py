@@ -1,4 +1,4 @@
-"""What a person sees in a terminal while a run goes: a live screen, and keys."""
+"""The live screen of a run in a terminal, and the keys that it takes."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ if TYPE_CHECKING:
     from nodekit.deploy.screen.view_model import ViewModel
 
 REDRAW_S = 0.5
-NOTICE_S = 6.0  # how long an answer to a key stands in place of the keys
-NUMBER_S = 1.0  # within which two digits make one number
-LAST_EVENTS = 8  # left on the terminal when the screen is closed
-LOG_LINES = 500  # of those followed, as many are drawn at most
+NOTICE_S = 6.0  # an answer to a key is shown so long in place of the list of keys
+NUMBER_S = 1.0  # two digits pressed within this time make one number
+LAST_EVENTS = 8  # printed to the terminal when the screen is closed
+LOG_LINES = 500  # of the lines followed, at most so many are drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doing:
-    """What the keys of a live screen do."""
+    """What the keys of a live screen do: texts for the list of keys, and functions to call."""
 
     leaves: str
-    """What becomes of the job when the user leaves, for a list of keys."""
+    """What happens to the job when the user leaves the screen."""
     interrupts: str
     """What Ctrl-C does."""
     stays: Callable[[], str] = str
-    """Why the user cannot leave; "" where that is possible."""
+    """Why the user cannot leave the screen; "" if leaving is possible."""
     drain: Callable[[str, bool, Collection[str]], str] | None = None
-    """(node, whether to take that back, nodes that are unreachable) → what is to be said of it."""
+    """(node, whether to undo a drain, unreachable nodes) → the answer to show."""
     drained: Callable[[], Collection[str]] = tuple
     """The nodes that are drained."""
 
 
 class FullScreen(View):
-    """Draws all of it over and over (deploy/screen/screen.py), and takes the user's keys."""
+    """A view that redraws the whole screen (deploy/screen/screen.py) again and again, and handles the user's keys."""
 
     tick_s = 0.1
 
     def __init__(self, watched: ViewModel, doing: Doing) -> None:
-        """Nothing is drawn before the `with` block.
+        """Draw nothing yet: drawing begins with the `with` block.
 
         Args:
-            watched: what is shown.
+            watched: what to show.
             doing: what the keys do.
         """
         super().__init__(watched.nodes)
@@ -88,7 +88,7 @@ class FullScreen(View):
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back, with the last events on it."""
+        """Restore the terminal, and print the last events to it."""
         was_open = self._live is not None
         self._stack.close()
         if was_open:
@@ -132,7 +132,7 @@ class FullScreen(View):
                 self._keys.stop()
 
     def _suspend(self, *_: object) -> None:
-        """Ctrl-Z: the terminal is the shell's until `fg`."""
+        """Handle Ctrl-Z: return the terminal to the shell until `fg`."""
         self._close()
         before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -142,7 +142,7 @@ class FullScreen(View):
     # --- what comes in ---
 
     def say(self, text: str, *, is_event: bool = False) -> None:
-        """One line, or several; `is_event`: an event tells the same."""
+        """Show a text of one or more lines; `is_event`: not while the screen is open, as `event` shows it."""
         if self._live is None:
             print(text, flush=True)
         elif not is_event:
@@ -153,32 +153,32 @@ class FullScreen(View):
         self._notice = (time.monotonic(), text)
 
     def log(self, node: str, rank: str, lines: list[str]) -> None:
-        """Lines of a rank's output."""
+        """Show lines of a rank's output."""
         if self._live is None:
             super().log(node, rank, lines)
         self._watched.log(node, rank, lines)
 
     def status(self, lines: Mapping[str, str]) -> None:
-        """Each node's status line."""
+        """Show each node's status line."""
         if self._live is None:
-            super().status(lines)  # it has failed
+            super().status(lines)  # the live view has failed
         self._watched.lines(lines)
 
     def see(self, statuses: Mapping[str, NodeStatus]) -> None:
-        """Each reachable node's status."""
+        """Show each reachable node's status."""
         with self._no_harm():
             self._watched.see(statuses)
             if time.monotonic() - self._drawn_at >= REDRAW_S:
                 self._draw()
 
     def event(self, event: Event) -> None:
-        """One event, told in a sentence."""
+        """Show one event as a sentence."""
         with self._no_harm():
             self._watched.event(event)
 
     @contextlib.contextmanager
     def _no_harm(self) -> Iterator[None]:
-        """A mistake in what is shown must not end what is shown: lines follow."""
+        """After an error in drawing, close the screen and go on as lines: a defect of the view must not end the job."""
         try:
             yield
         except Exception as error:
@@ -192,7 +192,7 @@ class FullScreen(View):
             return
         from nodekit.deploy.screen import screen
 
-        # Asked for anew each time, and of the terminal: $COLUMNS, where it is exported, is that of the start.
+        # Ask the terminal at each redraw: an exported $COLUMNS still has the width at the start.
         size = os.get_terminal_size(sys.stdout.fileno())
         self._live.console.size = size
         self._live.update(screen.render(self._model(), size.columns, size.lines), refresh=True)
@@ -256,7 +256,7 @@ class FullScreen(View):
     # --- keys ---
 
     def keys(self) -> None:
-        """Do what the user has asked for by a key."""
+        """Handle the keys that the user has pressed."""
         pressed = self._keys.pressed() if self._keys is not None and self._live is not None else []
         for key in pressed:
             self._press(key)
@@ -326,7 +326,7 @@ def _stop() -> None:
 
 
 class _Words:
-    """In place of stderr while the screen is open, for what libraries and channels say there."""
+    """A stand-in for stderr while the screen is open: what libraries and host channels write is shown as a notice."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -337,18 +337,18 @@ class _Words:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits here."""
+        """Do nothing: `write` buffers nothing."""
 
 
 def _is_ours(stream: Any) -> bool:
-    """Whether it is a terminal, and this process is in its foreground."""
+    """Whether a stream is a terminal with this process in its foreground."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return bool(stream.isatty()) and os.tcgetpgrp(stream.fileno()) == os.getpgrp()
     return False
 
 
 def fits_screen(*, plain: bool = False) -> bool:
-    """Whether there is a terminal that a live screen can be drawn on; `plain`: the user wants lines."""
+    """Whether stdout is a terminal that can show the live screen; `plain`: the user wants lines instead."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return (
         not plain and _is_ours(sys.stdout) and os.environ.get("TERM", "dumb") != "dumb" and encoding == "utf8"

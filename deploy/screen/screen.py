@@ -1,4 +1,4 @@
-"""What the live view of a run looks like, for a terminal of any size. Pure: a model in, lines out."""
+"""The layout of a run's live view, for a terminal of any size; pure: a model in, lines out."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ from nodekit.deploy.story.event_text import metric
 GOOD = ("running", "waiting", "succeeded")
 BAD = ("failed", "unreachable", "gone")
 GIB = 2**30
-QUIET_S = 10.0  # of a node that runs: from then on its silence is marked
+QUIET_S = 10.0  # a running node that reports nothing for longer is marked
 
 _MOST_EVENTS = 12
 _MOST_CHART = 5
-_CLOCK_WIDTH = 10  # before an event: the time, and two spaces
-_WIDE = 140  # beyond this a table's columns are only further apart
+_CLOCK_WIDTH = 10  # width of the time, and two spaces, before an event
+_WIDE = 140  # in wider terminals tables get no wider: their columns would only move apart
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One row."""
+    """One row of the table of nodes."""
 
     name: str
     state: str = "connecting"
     why: str = ""
-    """What it waits for, or why it is unreachable."""
+    """What the node waits for, or why it is unreachable."""
     generation: int | None = None
     restarts: int = 0
     usage: Mapping[str, Any] = field(default_factory=dict)
-    """A sample of docs/events.md."""
+    """The newest sample of the node's resource usage (docs/events.md)."""
     step: int | None = None
     rate: float | None = None
     """Steps per second, over the last seconds."""
     quiet_s: float | None = None
-    """Since it last told of progress."""
+    """Seconds since the node last reported progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """All that is to be seen at a moment."""
+    """Everything that the screen shows at one moment."""
 
     run_id: str
     state: str
-    """Of the run, in a word."""
+    """The run's state, as one word."""
     now: float
     nodes: Sequence[Node] = ()
     started: float | None = None
@@ -73,39 +73,39 @@ class Model:
     total_steps: int | None = None
     rate: float | None = None
     said: str = ""
-    """What the ranks say beside their step."""
+    """What the ranks report besides their step."""
     losses: Sequence[tuple[int, float]] = ()
     """(step, loss), in the order of steps."""
     best: Mapping[str, float] = field(default_factory=dict)
-    """Of the evaluations: metric → its best value."""
+    """Metric → its best value in the evaluations so far."""
     snapshot: tuple[int, float] | None = None
-    """The newest one's step, and when it was committed."""
+    """The newest snapshot: its step, and when it was committed."""
     events: Sequence[tuple[float, str]] = ()
     """(when, sentence), oldest first."""
     chosen: str | None = None
     """The node whose row is marked."""
     log: Sequence[str] | None = None
-    """The last lines of the chosen node's ranks, where these are followed."""
+    """The last lines of the chosen node's ranks; None: the log is not shown."""
     keys: Sequence[tuple[str, str]] = ()
     """(key, what it does), the most important first."""
     asks: str = ""
-    """A question in place of the keys."""
+    """A question, shown in place of the keys."""
     help: Sequence[tuple[str, str]] | None = None
-    """Shown in place of all else: (key, sentence)."""
+    """(key, sentence) of the help page, shown in place of everything else."""
 
     @property
     def is_unknown(self) -> bool:
-        """Whether no host has answered yet: nothing is known of its nodes, however far the job is."""
+        """Whether no host has answered yet, so that the state of the nodes is unknown."""
         return bool(self.nodes) and all(node.state == "connecting" for node in self.nodes)
 
 
 def render(model: Model, width: int, height: int | None) -> RenderableType:
-    """The whole screen: at most `height` lines (None: as many as there are) of at most `width` columns."""
+    """Return the whole screen: at most `height` lines (None: no limit) of at most `width` columns."""
     return Group(*lines(model, width, height))
 
 
 def lines(model: Model, width: int, height: int | None) -> list[Text]:
-    """The lines of `render`."""
+    """Return the screen that `render` draws, as lines."""
     width = max(width, 20)
     if height is not None:
         height = max(height, 3)
@@ -127,12 +127,12 @@ def lines(model: Model, width: int, height: int | None) -> list[Text]:
 
 
 def closing(model: Model, num_events: int, width: int) -> RenderableType:
-    """What is left on the terminal of a screen that is closed: where the run is, and the last events.
+    """Return what stays on the terminal when the screen is closed: the run's state, and its last events.
 
     Args:
-        model: of the run.
-        num_events: how many of its events.
-        width: of the terminal: longer sentences go on below, from the next word.
+        model: the run's.
+        num_events: how many events to show, at most.
+        width: of the terminal, in columns; longer sentences are wrapped.
     """
     events = []
     for line in _events(model, 1000, min(num_events, len(model.events))):
@@ -140,7 +140,7 @@ def closing(model: Model, num_events: int, width: int) -> RenderableType:
         events.append(Text().append(first[:_CLOCK_WIDTH], "dim").append(first[_CLOCK_WIDTH:]))
         events += map(Text, more)
     if model.state in ENDED:
-        return Group(*events)  # who closes it says how it ended
+        return Group(*events)  # the caller prints how the run ended
     step = "" if model.step is None else f", step {model.step:,}"
     total = f" of {model.total_steps:,}" if step and model.total_steps else ""
     here = "" if model.is_unknown or not model.nodes else f", {_here(model)}"
@@ -153,7 +153,7 @@ def _here(model: Model) -> str:
 
 
 def _overview(model: Model, width: int, height: int | None) -> list[Text]:
-    """Title, progress, nodes, loss, events: each gets its least first, what is left goes round in that order."""
+    """Lay out title, progress, nodes, loss and events: each gets its minimum first, then more in that order."""
     head = [_title(model, width), _progress(model, width)]
     num_events = min(len(model.events), _MOST_EVENTS)
     has_chart = len(model.losses) > 1
@@ -211,7 +211,7 @@ def _title(model: Model, width: int) -> Text:
 
 
 def _progress(model: Model, width: int) -> Text:
-    """The bar, the share, the steps, the time left; less of it in a narrow window."""
+    """Return the progress bar, share, steps, time left and rate; a narrow window gets fewer of them."""
     if model.step is None:
         no_step = "no step" if model.state in ENDED else "no step yet"
         return Text(model.said or ("not known yet" if model.is_unknown else no_step), "dim")
@@ -237,14 +237,14 @@ def _progress(model: Model, width: int) -> Text:
 class _Column:
     title: str
     keep: int
-    """The column with the least of these is the first to go when there is no room."""
+    """Priority: where there is no room, the columns with the lowest value are dropped first."""
     cell: Callable[[Node], tuple[str, str]]
-    """A node → text and style."""
+    """Node → its text and style."""
     left: bool = False
 
 
 def _table(model: Model, width: int, rows: int) -> list[Text]:
-    """The nodes, `rows` lines of them below the head: those that do not fit are counted in the last."""
+    """Return the table's head and `rows` lines of nodes; if nodes do not fit, the last line counts them."""
     first, shown = _window(model, rows)
     hidden = [*model.nodes[:first], *model.nodes[first + len(shown) :]]
     cells = {column: [column.cell(node) for node in shown] for column in _columns(shown)}
@@ -287,7 +287,7 @@ def _table(model: Model, width: int, rows: int) -> list[Text]:
 
 
 def _window(model: Model, rows: int) -> tuple[int, list[Node]]:
-    """Which nodes are shown: the number of the first, and these; the marked one is among them."""
+    """Return the index of the first node to show, and the nodes to show, among them the chosen one."""
     if len(model.nodes) <= rows:
         return 0, list(model.nodes)
     size = max(rows - 1, 1)
@@ -322,7 +322,7 @@ def _columns(nodes: Sequence[Node]) -> list[_Column]:
 
 
 def _use(node: Node) -> tuple[str, str]:
-    """A bar for each GPU and their mean; the CPU's where there is none."""
+    """Show a bar for each GPU and their mean utilization; the CPU's if there are no GPUs."""
     shares = [gpu.get("use") for gpu in node.usage.get("gpus") or () if gpu.get("use") is not None]
     if not shares:
         share = node.usage.get("cpu")
@@ -336,7 +336,7 @@ def _use(node: Node) -> tuple[str, str]:
 
 
 def _memory(node: Node) -> tuple[str, str]:
-    """Of the fullest GPU; the host's where there is none."""
+    """Show the memory of the fullest GPU; the host's if there are no GPUs."""
     found = [
         gpu
         for gpu in node.usage.get("gpus") or ()
@@ -358,7 +358,7 @@ def _temperatures(node: Node) -> list[float]:
 
 
 def _temperature(node: Node) -> tuple[str, str]:
-    """Of the hottest GPU, and whether one is slowed down by more than its power limit."""
+    """Show the hottest GPU's temperature, and whether a GPU is throttled by more than its power limit."""
     reasons = {reason for gpu in node.usage.get("gpus") or () for reason in gpu.get("slow") or ()}
     is_slow = bool(reasons - {"sw_power_cap"})
     found = _temperatures(node)
@@ -375,7 +375,7 @@ def _quiet(node: Node) -> tuple[str, str]:
 
 
 def _chart(model: Model, width: int, height: int) -> list[Text]:
-    """The loss over the steps: one line as a sparkline, more as a chart."""
+    """Draw the loss over the steps: a sparkline if there is one line of room, else a chart."""
     values = [value for _, value in model.losses]
     now = f"loss {metric('loss', values[-1])}"
     best = ", ".join(f"best {name} {metric(name, value)}" for name, value in model.best.items())
@@ -409,7 +409,7 @@ def _events(model: Model, width: int, rows: int) -> list[Text]:
 
 
 def _log(log: Sequence[str], width: int, room: int) -> list[Text]:
-    """The last lines that there is room for; a long one goes on below."""
+    """Return as many of the last lines as fit; long ones are wrapped."""
     result: list[Text] = []
     for line in reversed(log):
         text = Text.from_ansi(line.expandtabs())

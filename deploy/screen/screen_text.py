@@ -1,4 +1,4 @@
-"""Texts as a screen's lines and columns need them: wrapped, cut, spread, coloured; numbers, and curves of blocks."""
+"""Text helpers of the screens: wrap, truncate, align, style; format numbers; draw curves with block characters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def wrapped(text: str, width: int, *, indent: int = 2) -> str:
-    """Lines for a terminal of that width, broken between words; a longer word, as a path, is left whole."""
+    """Wrap lines between words to `width` columns; a word that is longer, such as a path, is not broken."""
     return "\n".join(
         part
         for line in text.split("\n")
@@ -28,7 +28,7 @@ def wrapped(text: str, width: int, *, indent: int = 2) -> str:
 
 
 def spark(points: Sequence[tuple[int, float]], width: int, height: int) -> list[str]:
-    """A curve of (step, value) as `height` lines of blocks, `width` columns each: the mean of the steps of a column."""
+    """Draw a curve of (step, value) as `height` lines of `width` blocks; a column shows the mean of its steps."""
     first, last = points[0][0], points[-1][0]
     span = max(last - first, 1)
     sums: list[list[float]] = [[] for _ in range(width + 1)]
@@ -43,7 +43,7 @@ def spark(points: Sequence[tuple[int, float]], width: int, height: int) -> list[
         while len(means) > 1 and means[1][0] <= column:
             del means[0]
         (left, value), (right, following) = means[0], means[min(1, len(means) - 1)]
-        if right > left:  # a column without a point lies between those that have one
+        if right > left:  # interpolate columns without a point
             value += (following - value) * (column - left) / (right - left)
         share = (value - low) / (high - low) if high > low else 0.0
         levels.append(1 + round(share * (8 * height - 1)))
@@ -54,17 +54,17 @@ def spark(points: Sequence[tuple[int, float]], width: int, height: int) -> list[
 
 
 def number_text(value: int | None) -> str:
-    """With commas; a dash where it is not known."""
+    """Format a number with commas; a dash if it is None."""
     return "–" if value is None else f"{value:,}"
 
 
 def num_digits(value: float) -> int:
-    """After the point."""
+    """Return how many digits to print after the decimal point."""
     return 0 if value >= 100 else 1 if value >= 10 else 2
 
 
 def rate_text(value: object) -> str:
-    """Bytes per second: `1.2 GB/s`."""
+    """Format bytes per second: `1.2 GB/s`; a dash if `value` is not a number."""
     if not isinstance(value, int | float):
         return "–"
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -74,7 +74,7 @@ def rate_text(value: object) -> str:
 
 
 def styled(parts: Sequence[tuple[str, str]]) -> Text:
-    """One text of several, each with its style: in one step, for there are hundreds of them on a screen."""
+    """Join parts, each with its style, into one text; in one step, since a screen has hundreds of them."""
     spans, at = [], 0
     for text, style in parts:
         if style:
@@ -84,16 +84,16 @@ def styled(parts: Sequence[tuple[str, str]]) -> Text:
 
 
 def cut(text: str, width: int) -> str:
-    """The beginning of a text that is too long."""
+    """Truncate a text to `width` characters, with an ellipsis."""
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
 
 
 def rule(text: str, width: int) -> Text:
-    """A line across, with a title."""
+    """Return a horizontal line with a title."""
     return Text(f"── {text} " + "─" * max(width - len(text) - 4, 0), "dim")
 
 
 def spread(left: Text, right: Text, width: int) -> Text:
-    """One at each end of the line; the right one only where there is room."""
+    """Align one text to each end of the line; the right one is left out if there is no room."""
     gap = width - left.cell_len - right.cell_len
     return left.append(" " * gap).append_text(right) if gap >= 2 else left

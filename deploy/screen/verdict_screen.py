@@ -1,4 +1,4 @@
-"""The verdict as a person reads it: one screen."""
+"""The verdict on a run, formatted for a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nodekit.inventory.load import example_of
 _LABEL_WIDTH = 10
 _FRAME = re.compile(r'\s+File "(?P<path>[^"]+)", line (?P<line>\d+)(?P<where>, in .*)?$')
 _MARKS = re.compile(r"\s*[\^~]+\s*$")
-# Where the caller's own code is not: shown as one line.
+# Paths of files that are not the user's code: consecutive frames of these become one line.
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib(?:64)?/python3[.\d]*/|^<frozen|/deploy/(?:\w+/)*forkserver\.py$"
 )
@@ -28,9 +28,11 @@ _IN_RUN = re.compile(r'File "[^"]*/runs/[^/"]+/code/')
 _IN_WORKER = re.compile(
     r"Caught \w+ in (?P<worker>[\w ]+ \d+)\.\nOriginal Traceback \(most recent call last\):"
 )
-_LEAST_FRAMES = 5  # lines: the header, a frame, and what is left out above and below it
+_LEAST_FRAMES = (
+    5  # lines: the traceback's header, one frame, and a line for the frames left out before and after it
+)
 _LEAST_TRACE = 6
-"""Lines of what a rank said, whatever the terminal is."""
+"""Lines to show of a rank's last words, however small the terminal is."""
 
 
 def screen(
@@ -43,16 +45,16 @@ def screen(
     width: int = 80,
     height: int = 24,
 ) -> list[str]:
-    """The lines of a verdict on a failure.
+    """Return the verdict on a failed run, as lines.
 
     Args:
-        verdict: what to tell.
-        run_id: the run's.
-        title: what stands before the verdict; by default, that it failed.
-        resume: the command that goes on; "" where it goes on by itself.
-        more: further labels and what stands beside them, for the end.
-        width: of the terminal.
-        height: of the terminal; what a rank said is cut to fit, the rest is not.
+        verdict: on the failure.
+        run_id: the run's id.
+        title: the text before the verdict; by default, that the run failed.
+        resume: the command that resumes the run; "" if it resumes by itself.
+        more: (label, text) of further rows, added at the end.
+        width: of the terminal, in columns.
+        height: of the terminal, in lines; only the rank's last words are cut to fit.
     """
     first = verdict.first
     rows: list[tuple[str, str]] = []
@@ -78,18 +80,18 @@ def screen(
         return [*above, "", *below]
     rows_below = sum(
         -(-len(line) // width) or 1 for line in below
-    )  # a path is not broken by us, but by the terminal
+    )  # long paths are wrapped by the terminal, not here
     room = max(height - len(above) - rows_below - 3, _LEAST_TRACE)
     return [*above, "", *(f"    {line}" for line in trace(first.error, width - 4, room)), "", *below]
 
 
 def trace(error: str, width: int, height: int) -> list[str]:
-    """The last words of a rank in so many lines: the caller's own frames, and the whole message where it fits."""
+    """Return a rank's last words in at most `height` lines: the user's own frames first, and the message."""
     if not error.strip():
         return ["it wrote nothing"]
     error = _IN_RUN.sub('File "', error.rstrip())
     if found := _IN_WORKER.search(error):
-        # A DataLoader worker raised: what is of interest is its traceback, not that of who read from it.
+        # A DataLoader worker raised: show its traceback, not that of the process that read from it.
         inner = "Traceback (most recent call last):" + error[found.end() :]
         return [*_wrap(f"in {found['worker']}:", width), *trace(inner, width, height - 1)]
     message = message_of(error)
@@ -107,7 +109,7 @@ def trace(error: str, width: int, height: int) -> list[str]:
 
 
 def _blocks(lines: Sequence[str]) -> list[tuple[bool, list[str]]]:
-    """The frames, each with whether it is the caller's own, without the marks below the code."""
+    """Split a traceback into frames, each with whether it is the user's code; lines of ^^^ markers are dropped."""
     blocks: list[tuple[bool, list[str]]] = []
     for line in lines:
         if found := _FRAME.match(line):
@@ -118,7 +120,7 @@ def _blocks(lines: Sequence[str]) -> list[tuple[bool, list[str]]]:
 
 
 def _fitting(blocks: Sequence[tuple[bool, list[str]]], room: int) -> list[str]:
-    """As many frames as there is room for: the caller's last one, the one that raised, and the caller's before."""
+    """Return the frames that fit, by priority: the user's last one, the one that raised, the user's earlier ones."""
     if not blocks:
         return []
     own = [number for number, (is_own, _) in enumerate(blocks) if is_own]
@@ -134,7 +136,7 @@ def _fitting(blocks: Sequence[tuple[bool, list[str]]], room: int) -> list[str]:
 
 
 def _shown(blocks: Sequence[tuple[bool, list[str]]], kept: set[int]) -> list[str]:
-    """The kept frames, and a line for those between them."""
+    """Return the kept frames, with a line in place of those skipped between them."""
     lines: list[str] = []
     skipped: list[bool] = []
     for number, (is_own, block) in enumerate(blocks):
@@ -152,7 +154,7 @@ def _shown(blocks: Sequence[tuple[bool, list[str]]], kept: set[int]) -> list[str
 
 
 def _shortened(line: str, width: int) -> str:
-    """A line cut to fit: of a path its beginning goes, of anything else its end."""
+    """Truncate a line: a path loses its beginning, any other line its end."""
     found = _FRAME.match(line)
     if found is None:
         return line[: width - 1] + "…"
@@ -187,7 +189,7 @@ def _row(label: str, text: str, width: int) -> list[str]:
 
 
 def failed_screen(run: Run, verdict: Verdict, more: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """The verdict on a failed run, as wide and high as the terminal, with further rows."""
+    """Return the verdict on a failed run, laid out for this terminal, with further rows."""
     width, height = terminal()
     return screen(
         verdict,
@@ -200,24 +202,24 @@ def failed_screen(run: Run, verdict: Verdict, more: Sequence[tuple[str, str]] = 
 
 
 def is_over(run: Run, verdict: Verdict) -> bool:
-    """Whether `kit up` goes on with a run that has ended so; not while nodes that did not hear of it may train on."""
+    """Whether `kit up` can resume the run; False while nodes that did not learn of its end may still train."""
     return run.state in ENDED or not verdict.may_go_on
 
 
 def with_left_out(run: Run, verdict: Verdict) -> Verdict:
-    """A verdict on a run, whose cause may be a file that was not sent."""
+    """Return the verdict, with the missing file as its cause if the run failed for a file that was not sent."""
     code_dirs = {name: str(node.get("code_dir", "")) for name, node in run.nodes.items()}
     return leftout.explained(verdict, run.left_out, code_dirs)
 
 
 def terminal() -> tuple[int, int]:
-    """Columns and lines to fill; in a file there is room for more."""
+    """Return the columns and lines to fill; output that goes to a file gets more lines."""
     size = shutil.get_terminal_size((100, 24))
     return size.columns, size.lines if sys.stdout.isatty() else 60
 
 
 def resume_command(run: Run) -> str:
-    """What goes on with a run, from its newest snapshot, or attaches to it while it runs."""
+    """Return the command that resumes a run from its newest snapshot, or attaches to the run while it is live."""
     example = example_of(run.inventory_path)
     inventory = example if example and not Path(example).exists() else shown_path(run.inventory_path)
     command = f"kit up {shlex.quote(inventory)}{' --skip-check' if run.skip_check else ''}"

@@ -1,4 +1,4 @@
-"""What a person sees of a run in lines, each with ``node:rank``, and states; and the last of one that is over."""
+"""The view of a run as lines, each with ``node:rank``, and node states; and the final view of a run that is over."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-PLAIN_WIDTH = 100  # where there is no terminal to ask
-PLAIN_STATUS_S = 15.0  # without a terminal, how often the nodes' status lines are repeated
+PLAIN_WIDTH = 100  # columns, if stdout is no terminal
+PLAIN_STATUS_S = 15.0  # without a terminal, the nodes' status lines are repeated this often
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
 
 
 class View:
-    """Prints lines; in a terminal the nodes' status stays below them."""
+    """Prints a run as lines; in a terminal the nodes' status stays below the lines."""
 
-    tick_s = 0.5  # each time takes a core half a millisecond: it has other things in its caches by then
+    # Each tick takes half a millisecond of a core, most of it because the core's caches hold other data by then.
+    tick_s = 0.5
 
     def __init__(self, nodes: list[str], *, logs: bool = True, repeats: bool = True) -> None:
-        """Without a terminal, a node's status is printed when its state changes, and again now and then (`repeats`)."""
+        """Without a terminal, print a node's status when it changes, and (`repeats`) all every `PLAIN_STATUS_S`."""
         self._nodes = nodes
         self._logs = logs
         self._repeats = repeats
@@ -63,7 +64,7 @@ class View:
             self._live = None
 
     def say(self, text: str, *, is_event: bool = False) -> None:  # noqa: ARG002
-        """One line, or several; `is_event`: an event tells the same."""
+        """Show a text of one or more lines; `is_event`: `event` is called with the same."""
         if self._live is not None:
             from nodekit.deploy.screen.screen_text import wrapped
 
@@ -73,7 +74,7 @@ class View:
             _print(text)
 
     def log(self, node: str, rank: str, lines: list[str]) -> None:
-        """Lines of a rank's output."""
+        """Show lines of a rank's output."""
         lines = [line for line in lines if is_shown(line)]
         if not self._logs or not lines:
             return
@@ -93,7 +94,7 @@ class View:
         self._live.console.print(text, soft_wrap=True)
 
     def status(self, lines: Mapping[str, str]) -> None:
-        """Each node's status line."""
+        """Show each node's status line."""
         self._status = dict(lines)
         if self._live is not None:
             return
@@ -106,21 +107,21 @@ class View:
             _print("\n".join(f"{node.ljust(self._width)}  {lines[node]}" for node in changed))
 
     def see(self, statuses: Mapping[str, NodeStatus]) -> None:
-        """Each reachable node's status, as its agent wrote it."""
+        """Take each reachable node's status, as its agent wrote it; ignored here."""
 
     def event(self, event: Event) -> None:
-        """One event of the run, in the order in which they come in."""
+        """Take one event of the run, in the order of arrival; ignored here."""
 
     def keys(self) -> None:
-        """Do what the user has asked for by a key.
+        """Handle the keys that the user has pressed; none here.
 
         Raises:
-            Left: to leave the job running.
-            StopAsked: to stop it.
+            Left: the user leaves, and the job goes on.
+            StopAsked: the user stops the job.
         """
 
     def close(self) -> None:
-        """What is said from now on goes below all that was shown."""
+        """Close the view: later texts go below all that was shown."""
 
     def _table(self) -> RenderableType:
         from rich.table import Table
@@ -137,7 +138,7 @@ class View:
 
 
 def _print(text: str) -> None:
-    """Print it, made harmless, for much of it is read through `tee`."""
+    """Print a text without control characters: much of this output is read through `tee`."""
     print(terminal.harmless(text), flush=True)
 
 
@@ -148,7 +149,7 @@ def _state_style(state: str) -> str:
 
 
 def show_last(run: Run, record: Run, events: Iterable[Event]) -> int:
-    """Print the last that is known of a run that is over, by its leader's record, and how it ended; the exit status."""
+    """Print the last known state of a run that is over, from its leader's record, and how it ended; return 0."""
     from nodekit.deploy.screen import screen
     from nodekit.deploy.screen.view_model import ViewModel
 

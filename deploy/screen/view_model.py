@@ -1,4 +1,4 @@
-"""Keeps what was seen and told of a run, as much as the live view (deploy/screen/screen.py) shows of it."""
+"""Collects the statuses and events of a run, as far as the live view (deploy/screen/screen.py) shows them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nodekit.deploy.records.loglines import is_shown
 from nodekit.deploy.screen.screen import Model, Node
 from nodekit.deploy.story.event_text import Narrator
 
-RATE_S = 20.0  # what steps per second are taken over
-LOG_LINES = 2000  # of a node
+RATE_S = 20.0  # the rate is averaged over this time
+LOG_LINES = 2000  # kept per node
 EVENTS = 500
-AGAIN_S = 5.0  # within which the same sentence is the same thing
+AGAIN_S = 5.0  # the same sentence within this time is a repetition
 CURVE_POINTS = 1000
 _OUT_OF_SIGHT = ("unreachable", "gone", "spare", "drained", "queued")
 _USAGE = ("cpu", "memory", "memory_total", "interface", "received", "sent", "gpus")
@@ -29,15 +29,15 @@ _USAGE = ("cpu", "memory", "memory_total", "interface", "received", "sent", "gpu
 
 @dataclass
 class _Row:
-    """One node, as it was last seen."""
+    """One node's last known state."""
 
     line: str = "connecting"
-    """What `kit status` would say: the state, two spaces, the rest."""
+    """The node's line in `kit status`: the state, two spaces, the rest."""
     status: NodeStatus = field(default_factory=lambda: NodeStatus())
     attempts: set[str] = field(default_factory=set)
-    """Those its ranks were started for since the run was started."""
+    """The attempts that its ranks were started for, since the run was started."""
     steps: deque[tuple[float, int]] = field(default_factory=deque)
-    """(when, step) of the present attempt, over the last seconds."""
+    """(when, step) of the current attempt, over the last seconds."""
     attempt: str = ""
     usage: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
@@ -45,28 +45,28 @@ class _Row:
 
 
 class ViewModel:
-    """Of one run, from its beginning if its events are told from there."""
+    """The data of one run's live view; complete if the run's events are replayed from the beginning."""
 
     def __init__(
         self, run_id: str, nodes: Sequence[str], clock_offsets: Mapping[str, float] | None = None
     ) -> None:
-        """Nothing is seen yet.
+        """Begin with nothing known.
 
         Args:
             run_id: the run's.
-            nodes: all of the inventory's, in its order.
+            nodes: names of all nodes, in the inventory's order.
             clock_offsets: node → its clock minus ours.
         """
         self._run_id = run_id
         self._offsets = clock_offsets or {}
         self._rows = {name: _Row() for name in nodes}
         self.queued = ""
-        """What it waits for while there are no nodes."""
+        """What the run waits for while it has no nodes."""
         self._narrator = Narrator()
         self._last_kind = ""
-        """Of event, that the last sentence tells."""
+        """The kind of event that the last sentence is of; "" if it is of none."""
         self.sentences: deque[tuple[float, str]] = deque(maxlen=EVENTS)
-        """(when, what was said), oldest first."""
+        """(when, sentence), oldest first."""
         self._losses: list[tuple[int, float]] = []
         self._losses_of = (0, 0)
         self._best: dict[str, float] = {}
@@ -76,23 +76,23 @@ class ViewModel:
         self._ended: tuple[float, str] | None = None
         self._has_trained = False
         self._is_live = False
-        """Whether rank 0 has told of its progress itself."""
+        """Whether rank 0's progress is known from its node's status, not only from events."""
         self._step: int | None = None
         self._total: int | None = None
         self._said = ""
 
     @property
     def nodes(self) -> list[str]:
-        """Their names."""
+        """The nodes' names."""
         return list(self._rows)
 
     def lines(self, found: Mapping[str, str]) -> None:
-        """Each node's status line (`view.status_line`)."""
+        """Take each node's status line (`view.status_line`)."""
         for name, line in found.items():
             self._rows.setdefault(name, _Row()).line = line
 
     def see(self, statuses: Mapping[str, NodeStatus]) -> None:
-        """Each reachable node's status."""
+        """Take each reachable node's status."""
         for name, status in statuses.items():
             row = self._rows.setdefault(name, _Row())
             if row.status is status:
@@ -117,7 +117,7 @@ class ViewModel:
             row.steps.append((when, told["step"]))
             while len(row.steps) > 2 and when - row.steps[1][0] > RATE_S:
                 row.steps.popleft()
-        # The one that speaks for all; of a node that waits or has left, the rank is that of an earlier attempt.
+        # Rank 0 speaks for the run. If a node waits to rejoin or has left, the rank in its status is an old attempt's.
         if status.get("rank") == 0 and status.get("alive") and status.get("state") in ("running", "waiting"):
             self._is_live = True
             self._step, self._total = told["step"], told["total_steps"] or self._total
@@ -125,10 +125,10 @@ class ViewModel:
             self._loss(attempt, told["step"], told["loss"])
 
     def event(self, event: Event) -> None:
-        """One event, in the order in which they come in."""
+        """Take one event, in the order of arrival."""
         for sentence in self._narrator.tell(event):
             if event.kind == "evaluation" == self._last_kind:
-                self.sentences.pop()  # of many in a row the last is enough
+                self.sentences.pop()  # of several evaluations in a row, keep the last
             self.say(sentence, event.time)
             self._last_kind = event.kind
         row = self._rows.setdefault(event.about, _Row()) if event.about else None
@@ -146,7 +146,7 @@ class ViewModel:
             case "first-step":
                 self._has_trained = True
             case "sample" if row is not None:
-                if not row.status:  # of a run that is over, or not in sight
+                if not row.status:  # the run is over, or its node is unreachable
                     row.step = event.get("step") if event.get("step") is not None else row.step
                     row.usage = {name: event.get(name) for name in _USAGE}
                 self._total = event.get("total_steps") or self._total
@@ -173,7 +173,7 @@ class ViewModel:
             self._best = {name: better(value, self._best.get(name, value))}
 
     def _loss(self, attempt: str, step: int, loss: float | None) -> None:
-        """One more point of the curve; what a newer attempt does again is taken back."""
+        """Add a point to the loss curve; points that a newer attempt repeats are dropped first."""
         if loss is None:
             return
         generation, _, number = attempt.partition(".")
@@ -184,40 +184,42 @@ class ViewModel:
             self._losses_of = which
             del self._losses[bisect.bisect_left(self._losses, step, key=lambda point: point[0]) :]
         if self._losses and step <= self._losses[-1][0]:
-            return  # another node tells of the same
+            return  # the same step, from another node
         self._losses.append((step, loss))
         if len(self._losses) > CURVE_POINTS:
             del self._losses[1:-1:2]
 
     def say(self, text: str, when: float) -> None:
-        """One more sentence, or several lines of them."""
+        """Add a sentence, or one per line of `text`."""
         self._last_kind = ""
         for line in text.splitlines():
             if line.strip() and not self._is_told(line.rstrip(), when):
                 if len(self.sentences) == EVENTS:
                     self.sentences.popleft()
                 at = len(self.sentences)
-                while at and self.sentences[at - 1][0] > when:  # of a node that was unreachable
+                while (
+                    at and self.sentences[at - 1][0] > when
+                ):  # events of a node that was unreachable come late
                     at -= 1
                 self.sentences.insert(at, (when, line.rstrip()))
 
     def _is_told(self, line: str, when: float) -> bool:
-        """Whether it stands there from a moment ago: who only watches may see what the supervisor's event tells."""
+        """Whether the same sentence was added a moment ago: a view may notice itself what an event says too."""
         return any(each == line and abs(when - at) < AGAIN_S for at, each in self.sentences)
 
     def log(self, node: str, rank: str, lines: Sequence[str]) -> None:
-        """Lines that a rank has written."""
+        """Add lines that a rank has written."""
         row = self._rows.setdefault(node, _Row())
         several = len(row.status.get("workers") or ()) > 1
         for line in map(harmless, filter(is_shown, lines)):
             row.log.append(f"{rank} │ {line}" if several else line)
 
     def log_of(self, node: str) -> list[str]:
-        """The last lines of a node's ranks."""
+        """Return the last lines of a node's ranks."""
         return list(self._rows[node].log)
 
     def model(self, now: float) -> Model:
-        """What is to be drawn."""
+        """Return the model to draw, at the time `now`."""
         ended, state = self._ended or (None, "")
         nodes = [self._node(name, row, ended or now) for name, row in self._rows.items()]
         running = [node.rate for node in nodes if node.state == "running" and node.rate]
@@ -244,7 +246,7 @@ class ViewModel:
         state, _, rest = row.line.partition("  ")
         if state.startswith("starting "):
             state, rest = "starting", state
-        if self._ended and state == "connecting":  # no event tells of it
+        if self._ended and state == "connecting":  # no event has reported its state
             state = "not started"
         status, in_sight = row.status, state not in _OUT_OF_SIGHT
         rate = None
@@ -268,7 +270,7 @@ class ViewModel:
         )
 
     def _state(self, nodes: Sequence[Node]) -> str:
-        """The run's, in a word or two."""
+        """Return the run's state, in a word or two."""
         states = [node.state for node in nodes]
         if "running" in states:
             return "running"
