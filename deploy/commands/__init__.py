@@ -1,6 +1,6 @@
-"""Kit's command line: a file for each command, with its arguments, its help, one call, and what it prints.
+"""Kit's command line: a file for each command, with its arguments, its help, one call, and its output.
 
-It may import everything; nothing imports it. Nothing else parses arguments. The folders are the groups of `kit --help`,
-as `cli.GROUPS` lists them, with a file for each command, which has `add_arguments` and `run`; what a command calls is
-imported where it is called, so that `kit --help` is there at once.
+This package may import everything, and nothing imports it; no other package parses arguments. The folders are the
+groups of `kit --help`, as `cli.GROUPS` lists them. Each file in them is a command, with `add_arguments` and `run`,
+inside which it imports what it calls, so that `kit --help` starts fast.
 """

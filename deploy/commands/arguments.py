@@ -1,4 +1,4 @@
-"""What kit's commands have in common on the command line."""
+"""Arguments, options and checks that several of kit's commands share."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ exit codes:
 
 
 def tell(error: KitError) -> None:
-    """Print an error on stderr; of several, on several hosts, each stands by itself."""
+    """Print an error on stderr; one that combines errors of several hosts, one line each."""
     for each in error.errors:
         print(f"kit: {each}", file=sys.stderr)
 
 
 def refuse_beside(option: str, others: Mapping[str, object], *, why: str = "") -> None:
-    """Refuse options that `option` would have ignored.
+    """Refuse options that have no effect beside `option`.
 
     Args:
-        option: as it is written.
+        option: as it is written on the command line.
         others: option → whether it was given.
-        why: what `option` does in their place, or what else does what is wanted.
+        why: what `option` does instead, or what the user can use instead.
 
     Raises:
-        WrongUsage: some were.
+        WrongUsage: some of the others were given.
     """
     if given := [name for name, is_given in others.items() if is_given]:
         raise WrongUsage(f"found {option} and {', '.join(given)}", wanted="one of them", cure=why)
 
 
 def refuse_without(option: str, needed: str, *, why: str = "") -> None:
-    """Refuse an option that does nothing without another one.
+    """Refuse an option that has no effect without another one.
 
     Raises:
         WrongUsage: always.
@@ -58,12 +58,12 @@ def refuse_without(option: str, needed: str, *, why: str = "") -> None:
 def add_run(
     command: argparse.ArgumentParser, text: str = "a run's id or its beginning (the latest run)"
 ) -> None:
-    """Add RUN, which may be left out."""
+    """Add the optional argument RUN."""
     command.add_argument("run_id", metavar="RUN", nargs="?", help=text)
 
 
 def add_inventory(command: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
-    """Add INVENTORY; where it may be left out, it is the local one."""
+    """Add the argument INVENTORY; if it is optional, it defaults to `local`."""
     if is_optional:
         text = "the inventory file (local: two nodes on this machine)"
         command.add_argument("inventory", metavar="INVENTORY", nargs="?", default="local", help=text)
@@ -72,7 +72,7 @@ def add_inventory(command: argparse.ArgumentParser, *, is_optional: bool = False
 
 
 def inventory(args: argparse.Namespace) -> Path:
-    """The inventory file that is named: a path, or the name of one of kit's own examples."""
+    """Return the path of the inventory: the path that was given, or that of the example with this name."""
     from nodekit.inventory.load import example_names, example_path
 
     path = Path(args.inventory)
@@ -80,14 +80,14 @@ def inventory(args: argparse.Namespace) -> Path:
         own = f"your command comes after `--`: {args.prog} local -- {path} (local: two nodes on this machine)"
         cure = own if args.takes_command else ""
         raise WrongUsage(f"{path}: found a Python script", wanted="an inventory file", cure=cure)
-    # An example's workdir may lie here: ~/nodekit/local, in a clone of this repository.
+    # Prefer the example to a folder of that name: an example's workdir may lie here (~/nodekit/local, in a clone).
     if (not path.exists() or path.is_dir()) and str(path) in example_names():
         return example_path(str(path))
     return path
 
 
 def add_ssh(command: argparse.ArgumentParser) -> None:
-    """Add the options of whatever logs in to hosts."""
+    """Add the options of commands that log in to hosts."""
     command.add_argument(
         "--accept-new-host-keys",
         action="store_true",
@@ -96,7 +96,7 @@ def add_ssh(command: argparse.ArgumentParser) -> None:
 
 
 def ssh_options(args: argparse.Namespace, *, notice: Callable[[str], None] | None = None) -> SshOptions:
-    """What was said by `add_ssh`'s options; notices go to stderr, or to `notice`."""
+    """Return the values of the options that `add_ssh` adds; notices go to `notice`, by default to stderr."""
     from nodekit.deploy.connect.cluster import SshOptions
 
     return SshOptions(
@@ -106,11 +106,11 @@ def ssh_options(args: argparse.Namespace, *, notice: Callable[[str], None] | Non
 
 
 NO_ADDRESS = "127.0.0.1"
-"""Where metrics are served if nothing else is said."""
+"""The default address of --metrics-address."""
 
 
 def add_metrics(command: argparse.ArgumentParser) -> None:
-    """Add where metrics are served."""
+    """Add the options for serving metrics."""
     command.add_argument(
         "--metrics-port", metavar="PORT", type=int, help="serve nodekit_* metrics for Prometheus there"
     )
@@ -123,7 +123,7 @@ def add_metrics(command: argparse.ArgumentParser) -> None:
 
 
 def metrics(args: argparse.Namespace) -> Place | None:
-    """What was said by `add_metrics`'s options."""
+    """Return where to serve metrics, by the options that `add_metrics` adds; None: nowhere."""
     if args.metrics_port is None:
         if args.metrics_address != NO_ADDRESS:
             refuse_without("--metrics-address", "--metrics-port")
@@ -136,12 +136,12 @@ def metrics(args: argparse.Namespace) -> Place | None:
 
 
 def wants_lines(args: argparse.Namespace) -> bool:
-    """Whether lines are to be printed in a terminal too: ``--debug`` would tear the live view."""
+    """Whether to print lines in a terminal too: the output of ``--debug`` would break up the live view."""
     return bool(args.plain or (args.debug and sys.stderr.isatty()))
 
 
 def is_confirmed(question: str) -> bool:
-    """Ask for a yes or no on the terminal; Ctrl-D is a no."""
+    """Ask for a yes or no on the terminal; Ctrl-D means no."""
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

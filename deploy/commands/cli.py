@@ -1,10 +1,10 @@
-"""Kit's entry: parses, calls one command, prints errors, exits; nothing else of kit prints errors or exits."""
+"""Kit's entry point: parses arguments, runs one command, prints errors and exits; no other module does the last two."""
 
 from __future__ import annotations
 
 import sys
 
-try:  # all that takes time before `main`: a Ctrl-C here is no traceback, either
+try:  # the imports take most of the time before `main`: Ctrl-C during them must not print a traceback either
     import argparse
     import contextlib
     import os
@@ -28,15 +28,15 @@ GROUPS = {
     "afterwards": ("why", "report", "test", "predict", "rm"),
     "try out": ("lab", "drill", "selftest", "bench", "compare"),
 }
-"""The commands by what somebody wants, as `kit --help` lists them. Each is a file in the folder of its group's name."""
+"""The commands, grouped by purpose as `kit --help` lists them; each is a file in the folder named after its group."""
 HIDDEN = {"supervise": "run a job"}
-"""What kit itself calls, and the group in whose folder its file is."""
+"""Commands that only kit itself calls → the group in whose folder the file is."""
 NAMES = tuple(name for names in GROUPS.values() for name in names)
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names} | HIDDEN
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+    """Run one command, and return its exit status."""
     if "_ARGCOMPLETE" in os.environ:
         from nodekit.deploy.commands.prepare import completion
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = next((word for word in argv if word != "--debug"), "")
     own: list[str] = []
     if "--" in argv and name in NAMES and _load(name).takes_command:
-        split = argv.index("--")  # what follows is the user's, byte for byte: argparse never sees it
+        split = argv.index("--")  # what follows is the user's command, kept unchanged: argparse never sees it
         argv, own = argv[:split], argv[split + 1 :]
     if name and not name.startswith("-") and name not in (*NAMES, *HIDDEN):
         return _no_command(name)
@@ -65,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = "stopped; nothing is left running" if is_over else "interrupted"
             print(f"kit: {said}", file=sys.stderr)
             return 130
-        except BrokenPipeError:  # the reader of a pipe (head, less) has left, who had enough
+        except BrokenPipeError:  # the reader of the pipe (head, less) has ended
             return 0
         except PermissionError as error:
-            # So ends each question about a file in a folder that we may not enter.
+            # The error of any access to a file in a folder that this user may not enter.
             if not isinstance(error.filename, str | os.PathLike) or args.debug or name in HIDDEN:
                 raise
             file = shlex.quote(os.path.abspath(error.filename))  # noqa: PTH100
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(name: str, argv: Sequence[str]) -> argparse.Namespace:
-    """What is on the command line; --help and --version are printed here, which may fail as all printing may."""
+    """Parse the command line; --help and --version print here, with the errors that any output can have."""
     try:
         with terminal.screen():
             try:
@@ -102,7 +102,7 @@ def _refuse_removed_folder() -> None:
 
 
 def parser(name: str = "") -> argparse.ArgumentParser:
-    """Kit's command line: with one command and nothing of the others loaded, or (no such name) with all of them."""
+    """Return the parser of kit's command line: with the command `name` only, or with all if `name` is none."""
     wanted = {each: _load(each) for each in ([name] if name in (*NAMES, *HIDDEN) else NAMES)}
     made = _Parser(
         prog="kit",
@@ -116,7 +116,7 @@ def parser(name: str = "") -> argparse.ArgumentParser:
     made.add_argument(
         "--debug", action="store_true", help="say on stderr what is called on which host, and what is decided"
     )
-    # The description lists them, in groups, which argparse has not for commands.
+    # No help here: the description lists the commands in groups, which argparse does not offer for subcommands.
     commands = made.add_subparsers(
         metavar="COMMAND",
         required=True,
@@ -130,7 +130,7 @@ def parser(name: str = "") -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what it does not know of by the command's own usage, and where a script's options belong."""
+    """Reports unknown arguments with the command's own usage, and says where a script's options belong."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         argv = list(sys.argv[1:] if args is None else args)
@@ -143,7 +143,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _where_it_belongs(argv: Sequence[str], args: argparse.Namespace, unknown: Sequence[str]) -> str:
-    """As torchrun has it, a command behind the inventory: kit has it after `--`; "" where it looks like none."""
+    """Return a hint if the user's command follows the inventory, as with torchrun, without the `--`; else ""."""
     if not args.takes_command:
         return ""
     inventory = str(getattr(args, "inventory", None))
@@ -166,12 +166,12 @@ def _no_command(name: str) -> int:
 
 
 def _load(name: str) -> Command:
-    """Read a command's file, which is in the folder of its group, and no other's."""
+    """Import a command's file; no other command's file is imported."""
     return load(f"{_GROUP_OF[name].replace(' ', '_')}.{name}")
 
 
 def _listed(commands: Mapping[str, Command]) -> str:
-    """What each command does, in groups; "" where not all are there."""
+    """Return the commands in groups with their summaries; "" unless all commands are loaded."""
     if not set(NAMES) <= commands.keys():
         return ""
     width = max(map(len, NAMES))
@@ -182,7 +182,7 @@ def _listed(commands: Mapping[str, Command]) -> str:
 
 
 class _Version(argparse.Action):
-    """What argparse has for this wants the version at once, and finding it takes longer than all else here."""
+    """The option --version, as argparse's own needs the version at start, and finding it takes longer than the rest."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib import metadata
@@ -193,7 +193,7 @@ class _Version(argparse.Action):
 
 @contextlib.contextmanager
 def _debug(*, wanted: bool) -> Iterator[None]:
-    """Have kit's loggers write to stderr meanwhile."""
+    """Let kit's loggers write to stderr within this block."""
     if not wanted:
         yield
         return

@@ -1,4 +1,4 @@
-"""A command as its file in one of the folders here has it, and how its help is shown."""
+"""A command, as read from its file in one of the folders here, and the format of its help."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class Command:
 
     name: str
     help: str
-    """The file's docstring; its first line stands in ``kit --help``."""
+    """The file's docstring; its first line is shown in ``kit --help``."""
     epilog: str
-    """``EPILOG``, below the options."""
+    """``EPILOG``: the text below the options in the command's help."""
     takes_command: bool
-    """``TAKES_COMMAND``: what follows ``--`` is the user's own command, ``args.command``."""
+    """``TAKES_COMMAND``: what follows ``--`` is the user's own command, in ``args.command``."""
     acts: bool
-    """``ACTS``: it does something, and goes on where nobody reads any more what it prints (``| head``)."""
+    """``ACTS``: the command changes something, so it goes on if its output cannot be written (``| head``)."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    """Does it: gets what was parsed, gives the exit status."""
+    """Run the command: takes the parsed arguments, and returns the exit status."""
 
     @property
     def summary(self) -> str:
-        """Its line in ``kit --help``."""
+        """The command's line in ``kit --help``."""
         return self.help.partition("\n")[0].removesuffix(".")
 
     def add(self, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-        """Add it to a parser's commands."""
+        """Add the command to a parser's subcommands."""
         parser = commands.add_parser(
             self.name,
             help=self.summary,
@@ -49,13 +49,13 @@ class Command:
             prog=parser.prog,
             refuse=parser.error,
         )
-        # `kit --help` has it, and so no command's own.
+        # `kit --help` describes --debug, so the help of each command does not.
         parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         self.add_arguments(parser)
 
 
 def load(module: str) -> Command:
-    """Read a command's file, ``FOLDER.NAME``."""
+    """Import a command's file; `module` is ``FOLDER.NAME``."""
     file = import_module(f"nodekit.deploy.commands.{module}")
     return Command(
         name=module.rpartition(".")[2],
@@ -69,7 +69,7 @@ def load(module: str) -> Command:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fills paragraphs to the width of the terminal, and of a table (indented lines) the last column."""
+    """Wraps paragraphs, and the last column of a table (indented lines), to the width of the terminal."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:  # noqa: ARG002  # argparse passes it
         return "\n\n".join(
@@ -81,7 +81,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _fitted(line: str, width: int) -> str:
-    """A line of a table; a comment is left as it is, to be copied with what it stands behind."""
+    """Wrap a line of a table; a line that ends with a comment is left as it is, to be copied with it."""
     before = re.match(r" +\S.*? {2,}(?=[^ #])", line)
     if before is None or len(line) <= width:
         return line

@@ -54,7 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what goes, ask, remove; 1 where a run is left."""
+    """Show what would be removed, ask, and remove it; return 1 if a run is left."""
     from nodekit.deploy.results import rm
 
     if args.records_only:

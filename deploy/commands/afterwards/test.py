@@ -22,7 +22,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_source(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """Add RUN|DIR, whose weights are applied."""
+    """Add the argument RUN|DIR, the source of the weights."""
     text = "a run's id or its beginning, or a folder of weights on this machine"
     command.add_argument(
         "source", metavar="RUN|DIR", nargs=nargs, help=f"{text} (the latest run)" if nargs else text
@@ -30,7 +30,7 @@ def add_source(command: argparse.ArgumentParser, nargs: str | None = None) -> No
 
 
 def add_weights(command: argparse.ArgumentParser) -> None:
-    """Add the options of what applies weights."""
+    """Add the options of commands that apply weights."""
     command.add_argument(
         "--weights",
         choices=["best", "last"],
@@ -48,7 +48,7 @@ def add_weights(command: argparse.ArgumentParser) -> None:
 
 
 def options(args: argparse.Namespace) -> Options:
-    """What was said by `add_weights`'s options."""
+    """Return the values of the options that `add_weights` adds."""
     from nodekit.deploy.results.apply import Options
 
     return Options(
@@ -61,7 +61,7 @@ def options(args: argparse.Namespace) -> Options:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print how good the weights are."""
+    """Print the metrics of the weights on the test data."""
     from nodekit.deploy.results import apply
 
     return apply.test(apply.find(args.source, args.weights), options(args))

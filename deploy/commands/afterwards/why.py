@@ -23,7 +23,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the verdict on a run; the exit status is 0, whatever became of it."""
+    """Print the verdict on a run; return 0, however the run ended."""
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.records import find_runs
     from nodekit.deploy.screen import verdict_screen

@@ -66,7 +66,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the output of a run, or fetch it; 1 where a node's could not be read."""
+    """Show the output of a run, or fetch it; return 1 if a node's logs could not be read."""
     from nodekit.deploy.logs import showlogs
     from nodekit.deploy.records import find_runs
 
@@ -91,14 +91,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         return showlogs.logs(find_runs.find(args.run_id), options)
     except KeyboardInterrupt:
-        return 130  # without a word: the run goes on
+        return 130  # and no message: the run goes on
 
 
 def _wanted(args: argparse.Namespace) -> Wanted:
-    """Which lines are meant.
+    """Return which lines to show, by the options.
 
     Raises:
-        KitError: an option's value is none.
+        KitError: the value of an option is invalid.
     """
     from nodekit.deploy.records.loglines import Wanted, parse_ranks, parse_when
     from nodekit.inventory import hostlists

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """Compare the runs that ``--compare`` names."""
+    """Compare the runs given to ``--compare``."""
     from nodekit.deploy.runs import runs_compare
 
     compared = runs_compare.read(args.compare, arguments.ssh_options(args))

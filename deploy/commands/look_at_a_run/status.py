@@ -15,9 +15,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what each node does, or did last.
+    """Print what each node does, or did last.
 
-    The line of a node is made in deploy/story/status.py, that of a Slurm job in slurm/cluster/jobs.py.
+    deploy/story/status.py makes the line of a node, slurm/cluster/jobs.py that of a Slurm job.
     """
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.records import find_runs, runs

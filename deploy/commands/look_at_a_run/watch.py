@@ -23,7 +23,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch a run until it ends, or the user leaves."""
+    """Watch a run until it ends or the user leaves."""
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.records import find_runs, runs
     from nodekit.deploy.screen.view import show_last

@@ -48,7 +48,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine the hosts; 1 where something would keep a job from starting."""
+    """Examine the hosts; return 1 if something would keep a job from starting."""
     from nodekit.deploy.preflight import check_report, checkup
 
     if args.timeout is not None and not 0 < args.timeout <= MAX_TIMEOUT_S:

@@ -40,7 +40,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show what is left, and end it; 1 where something stays, or a host could not be asked."""
+    """Show what is left, and end it; return 1 if something is left running, or a host could not be asked."""
     from nodekit.deploy.connect import cluster
     from nodekit.deploy.preflight import leftovers
     from nodekit.inventory.load import load_inventory
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _forgive(channels: Mapping[str, HostChannel], inventory: Inventory, *, dry_run: bool) -> int:
-    """Have the hosts forget what was broken; 1 where one could not be asked."""
+    """Let the hosts forget what was broken; return 1 if a host could not be asked."""
     from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, on_all
 
     workdirs = {host.name: host.workdir for host in inventory.hosts}

@@ -25,7 +25,7 @@ from typing import Any
 from nodekit.deploy.host.files import read
 from nodekit.deploy.records.state_folder import runs_folder
 
-# A shell asks while somebody types: nothing heavy is imported, no host is asked, and of the runs only the latest.
+# The shell asks while the user types: import nothing heavy, ask no host, and read only the latest runs.
 
 SHELLS = ("bash", "zsh", "fish")
 MAX_RUNS = 100
@@ -38,7 +38,7 @@ Completer = Callable[..., dict[str, str] | list[str]]
 
 
 def lines(shell: str) -> str:
-    """What a shell's own file needs so that kit's arguments are completed."""
+    """Return the lines for a shell's startup file that enable completion of kit's arguments."""
     from argcomplete.shell_integration import shellcode
 
     code: str = shellcode(["kit"], shell=shell)
@@ -46,7 +46,7 @@ def lines(shell: str) -> str:
 
 
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Complete what the shell has on its line, and exit."""
+    """Complete the shell's current command line, and exit."""
     import argcomplete
 
     attach(parser)
@@ -54,7 +54,7 @@ def answer(parser: argparse.ArgumentParser) -> None:
 
 
 def attach(parser: argparse.ArgumentParser) -> None:
-    """Give each argument what completes it, by its metavar."""
+    """Give each argument its completer, by the argument's metavar."""
     from argcomplete.completers import FilesCompleter
 
     files = FilesCompleter()
@@ -102,7 +102,7 @@ def _nothing(**_: Any) -> list[str]:
 
 
 def runs_on_record(prefix: str = "") -> dict[str, str]:
-    """The latest runs whose id begins so: id → what is known of it, latest first; read from their records alone."""
+    """Return the latest runs with this prefix, newest first: id → state and date; reads only their records."""
     found = []
     for path in runs_folder().glob(f"{glob.escape(prefix)}*/run.json"):
         try:
@@ -130,7 +130,7 @@ def _runs(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, s
 
 
 def _inventories(prefix: str, **_: Any) -> dict[str, str]:
-    """YAML files, folders on the way to some, and kit's own examples."""
+    """Return YAML files, folders, and kit's own examples."""
     from nodekit.inventory.load import example_names
 
     found = _files(prefix, (".yaml", ".yml"), "inventory")
@@ -141,7 +141,7 @@ def _inventories(prefix: str, **_: Any) -> dict[str, str]:
 
 
 def _files(prefix: str, suffixes: tuple[str, ...] = (), about: str = "") -> dict[str, str]:
-    """The files that end so, and the folders."""
+    """Return the files with one of these suffixes, and the folders."""
     found = {}
     folder, start = os.path.split(prefix)
     place = Path(folder or ".").expanduser()
@@ -166,7 +166,7 @@ def _runs_and_folders(prefix: str, parsed_args: argparse.Namespace, **_: Any) ->
 
 
 def _nodes(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
-    """The nodes of the run that is named, or of the latest."""
+    """Return the nodes of the run that is named, or of the latest run."""
     name = getattr(parsed_args, "run_id", None) or ""
     run_id = next(iter(runs_on_record(name)), None)
     if run_id is None:
@@ -179,13 +179,13 @@ def _nodes(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, 
 
 
 def _hosts(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> dict[str, str]:
-    """The hosts of the inventory that is named; none where it is not right."""
+    """Return the hosts of the inventory that is named; none if it is invalid."""
     try:
         from nodekit.inventory.load import load_inventory
 
         inventory = load_inventory(str(parsed_args.inventory))
         return {host.name: host.address for host in inventory.hosts if host.name.startswith(prefix)}
-    except Exception:  # nobody wants to read of it in the middle of a line
+    except Exception:  # an error message would only disturb the line that the user types
         return {}
 
 
@@ -196,7 +196,7 @@ def _faults(prefix: str, **_: Any) -> dict[str, str]:
 
 
 def _engines(prefix: str, **_: Any) -> dict[str, str]:
-    """Engines, of a list with commas the last one."""
+    """Return the engines that complete the last item of a comma-separated list."""
     from nodekit.training.engine_info import ENGINES
 
     before, comma, start = prefix.rpartition(",")
@@ -208,6 +208,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a shell's lines."""
+    """Print the lines for the shell's startup file."""
     print(lines(args.shell).strip())
     return 0

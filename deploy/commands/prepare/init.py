@@ -64,7 +64,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the inventory, and say what is in it."""
+    """Write the inventory, and print a summary of it."""
     from nodekit.deploy.init import init
 
     options = init.Options(

@@ -45,13 +45,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say who is told, and with ``--test`` tell them; 1 where one was not."""
+    """List the targets, and with ``--test`` notify them; return 1 if one could not be reached."""
     from nodekit.deploy.notify import notify
     from nodekit.inventory.load import load_inventory
 
     inventory = load_inventory(arguments.inventory(args))
     targets = notify.targets(inventory)
-    assert inventory.notify is not None  # or there are no targets
+    assert inventory.notify is not None  # else there are no targets, which raises
     if not args.test:
         for name, target in targets.items():
             print(f"{name}  {target}  at {', '.join(inventory.notify.on)}")

@@ -54,7 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command on all hosts; 1 where it failed on one. Without a command, become a shell on one host."""
+    """Run the command on all hosts, and return 1 if it failed on any; without a command, open a shell on one host."""
     from nodekit.deploy.shell import shell
     from nodekit.inventory.load import load_inventory
 

@@ -22,7 +22,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stop a run, or all runs of a sweep. What is stopped on a node: `stop` in deploy/host/node/agents.py."""
+    """Stop a run, or all runs of a sweep; `stop` in deploy/host/node/agents.py is what happens on a node."""
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.launch.options import StopOptions
     from nodekit.deploy.records import find_runs

@@ -58,7 +58,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the job, to stdout or where the user wants it."""
+    """Write the job to stdout, or to the path that was given."""
     from nodekit.deploy.export import export
     from nodekit.deploy.launch.options import Options
 

@@ -82,7 +82,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print it."""
+    """Measure the network, and print the results."""
     from nodekit.deploy.bench.bench import Options, bench
 
     for name in ("batch", "step_time", "nodes", "accumulate", "local_sgd"):

@@ -57,7 +57,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train by every engine, and show the table."""
+    """Train by every engine, and print the table."""
     from nodekit.deploy.compare.compare import Options, compare
 
     task = ("--task", args.task) if args.task else ()

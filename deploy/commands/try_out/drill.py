@@ -47,7 +47,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job with each fault; 1 where one was not survived."""
+    """Run the job with each fault; return 1 if one was not survived."""
     from nodekit.deploy.drill.drill import Options, drill, list_faults
     from nodekit.deploy.lab.lab_cluster import Lab
 

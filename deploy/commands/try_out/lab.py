@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             args.host
         )
     after = lab.status(args.host)
-    # A link that was slow may have become slow in another way.
+    # `slow` on a slow link changes its limits, though the status stays the same.
     print(f"{args.host}: {after}" + (" already: nothing was done" if after == before and not is_slow else ""))
     return 0
 
@@ -166,7 +166,7 @@ def _print_hosts(lab: Lab) -> None:
 
 
 def _nodes(lab: Lab) -> tuple[dict[str, str], KitError | None]:
-    """Slurm's nodes, none without Slurm, and why they are not known."""
+    """Return the states of Slurm's nodes (none without Slurm), and the error if they cannot be asked for."""
     try:
         return (lab.slurm.node_states() if lab.has_slurm else {}), None
     except KitError as error:

@@ -43,7 +43,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Try each part; 1 where one failed."""
+    """Try each part; return 1 if one failed."""
     from nodekit.deploy.selftest.selftest import Options, selftest
 
     return selftest(
