@@ -18,14 +18,14 @@ _INDENT = "  "
 
 
 def text(report: Report, width: int) -> str:
-    """The report for people, in lines of at most `width` where words allow."""
+    """Format the report for people, in lines of at most `width` columns unless a word is longer."""
     told = _grouped([each for each in report.findings if each.level != "ok"])
     blocks = [_table(report), *(_block(each, hosts, width) for each, hosts in told), _verdict(report)]
     return "\n\n".join(blocks)
 
 
 def to_json(report: Report) -> str:
-    """The report for programs."""
+    """Format the report as JSON."""
     return json.dumps(
         {
             "inventory": str(report.inventory),

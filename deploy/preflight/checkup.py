@@ -32,7 +32,7 @@ COLUMNS = ("access", "workdir", "software", "gpus", "clock", "network", "leftove
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line of `kit check` says."""
+    """The options of `kit check`."""
 
     inventory: Path
     command: tuple[str, ...] | None = None
@@ -123,7 +123,7 @@ def survey(
     peers: Mapping[str, tuple[str, ...]],
     files: Sequence[str] = (),
 ) -> dict[str, Seen]:
-    """Examine connected hosts, for `kit up`; `files` are those that the command runs there.
+    """Examine connected hosts for `kit up`; `files` are the hosts' own files that the command would run.
 
     Raises:
         KitError: with one line per host that gave no answer.
@@ -157,8 +157,8 @@ def how_busy(load: Path = Path("/proc/loadavg"), cores: int | None = None) -> fl
     """Return how many times longer everything takes here than on an idle machine: 1 to `MAX_BUSY_FACTOR`.
 
     Args:
-        load: the file that has the load of the last minute, and how many processes want to run now.
-        cores: available to us. None: ask the kernel.
+        load: the file with the load average of the last minute and the number of runnable processes.
+        cores: cores available to this process. None: ask the kernel.
     """
     try:
         words = load.read_text().split()
@@ -234,7 +234,7 @@ def _network(
     )
     if (found := later.get(left_s + RESERVE_S / 2)) is not None:
         return found
-    # It has a time limit of its own; this makes sure that the rest is not delayed.
+    # It has a time limit of its own; this one ensures that the rest is not delayed.
     text, cure = f"not known: no answer within {left_s:.0f} s", "give it more time with --timeout"
     return [Finding("network", "all hosts", "warning", text, "an answer", cure, tuple(facts))]
 

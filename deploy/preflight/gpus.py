@@ -60,7 +60,7 @@ def findings(
 
 
 def _unproven(host: str, there: HostGpus, number: int) -> Finding:
-    """Return that kit counts and hides such GPUs, and nobody has seen it do so on the hardware."""
+    """Return a warning for GPUs other than NVIDIA's: kit counts and hides them, but was never run on such hardware."""
     row = there.row
     return Finding(
         "gpus",

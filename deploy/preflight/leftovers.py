@@ -23,10 +23,10 @@ from nodekit.inventory.schema import Host, Inventory
 LOOK_TIMEOUT_S = 15.0
 GRACE_S = 10.0
 STOP_MARGIN_S = 20.0
-RECENT_S = 120.0  # ranks with output since then are working
+RECENT_S = 120.0  # ranks with output within this time count as working
 ENDING_S = 60.0  # grace period of an agent whose run is over
 
-# left: the agent is gone; forgotten: it is there, and the run is over; running: leave it alone
+# left: the agent has ended; forgotten: the agent runs, and the run is over; running: leave it alone
 Standing = Literal["left", "forgotten", "running"]
 
 
@@ -50,7 +50,7 @@ def lefts(
     """Return the remains on a host, from the answer of `leftovers.runs`; pure.
 
     Args:
-        records: run id → the run on record here; those that others have started are not among them.
+        records: run id → the run on record here; runs that others have started have none.
         gpu_of: pid → the GPU it uses.
     """
     return [
@@ -99,7 +99,7 @@ def _text(found: Remains, gpu_of: Mapping[int, int]) -> str:
 def findings(
     inventory: Inventory, facts: Mapping[str, Facts], probes: Mapping[str, Mapping[str, Any]]
 ) -> list[Finding]:
-    """The column leftovers of `kit check`."""
+    """Return the column leftovers of `kit check`."""
     records = {run.run_id: run for run in runs.all_runs()}
     found = []
     told: set[tuple[str, str]] = set()
@@ -126,8 +126,8 @@ def findings(
 
 
 def broken_of(host: Host, found: Mapping[str, Broken]) -> str:
-    """Return what of a host an earlier run has found broken, from the answer of `broken.recall`; "" for nothing."""
-    # Nodes of this machine share it, but not their GPUs.
+    """Return what an earlier run found broken on a host, from the answer of `broken.recall`; "" if nothing."""
+    # Local nodes share this machine, but not their GPUs.
     own = [each for node, each in found.items() if node == host.name or host.connection != "local"]
     if not own:
         return ""
@@ -137,7 +137,7 @@ def broken_of(host: Host, found: Mapping[str, Broken]) -> str:
 
 
 def _first(boot_id: str, found: Sequence[Remains], told: set[tuple[str, str]]) -> list[Remains]:
-    """Return those not in `told`: hosts may be folders of one machine, and each sees the same processes."""
+    """Return the remains not yet in `told`: hosts may be folders of one machine, where each sees the same processes."""
     new = [each for each in found if (boot_id, each["node_dir"]) not in told]
     told.update((boot_id, each["node_dir"]) for each in new)
     return new
@@ -153,7 +153,7 @@ def _finding(left: Left, inventory: Inventory) -> Finding:
 
 
 def find(channels: Mapping[str, HostChannel], inventory: Inventory) -> dict[str, list[Left] | Exception]:
-    """Return the remains on each host, running runs too; an exception if the host cannot be asked."""
+    """Return the remains on each host, those of running runs too; an exception if a host cannot be asked."""
     records = {run.run_id: run for run in runs.all_runs()}
     workdirs = {host.name: host.workdir for host in inventory.hosts}
     told: set[tuple[str, str]] = set()
@@ -178,7 +178,7 @@ def find(channels: Mapping[str, HostChannel], inventory: Inventory) -> dict[str,
 def end(
     channels: Mapping[str, HostChannel], inventory: Inventory, chosen: Sequence[Left]
 ) -> dict[str, Exception]:
-    """End the chosen remains by their recorded ids; returns host → the error there."""
+    """End the chosen remains by their recorded ids; return host → the error there."""
     workdirs = {host.name: host.workdir for host in inventory.hosts}
 
     def act(channel: HostChannel) -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _GPU = re.compile(r"GPU(\d+)")
-_XML = re.compile(r"<\?xml.*</nvidia_smi_log>", re.DOTALL)  # warnings may stand beside it
+_XML = re.compile(r"<\?xml.*</nvidia_smi_log>", re.DOTALL)  # nvidia-smi may print warnings around it
 
 
 class SmiError(Exception):
-    """The output is not that of any known nvidia-smi."""
+    """The text is not the output of any known nvidia-smi."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,29 +31,29 @@ class GpuProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU; None for what it, or its driver, does not report."""
+    """One GPU; a field is None if the GPU, or its driver, does not report it."""
 
     index: int
     name: str
     bus: str
-    """``0000:3b:00``, as the kernel's log has it."""
+    """The PCI address as in the kernel's log: ``0000:3b:00``."""
     memory_mib: int | None
     persistence: bool | None
     uncorrectable: int | None
     """ECC errors that could not be corrected, since the driver was loaded."""
     needs_reset: bool
-    """A page or row is to be replaced, or the driver asks for a reset."""
+    """Whether a page or row is to be replaced, or the driver asks for a reset."""
     is_broken: bool
-    """A row could not be replaced."""
+    """Whether a row could not be replaced."""
     slowdowns: tuple[str, ...]
-    """Active ones of SLOWDOWNS."""
+    """Those of SLOWDOWNS that are active."""
     processes: tuple[GpuProcess, ...]
     mig: bool = False
-    """Whether it is divided by MIG."""
+    """Whether the GPU is divided by MIG."""
     compute_mode: str = "Default"
     """``Exclusive_Process``: one process at a time; ``Prohibited``: none."""
     fabric: str = ""
-    """What keeps it from its NVSwitches, in nvidia-smi's words; "" if nothing does, or it has none."""
+    """What keeps the GPU from its NVSwitches, in nvidia-smi's words; "" if nothing does, or it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def parse(xml: str) -> Smi:
     """Parse the output of ``nvidia-smi -q -x``.
 
     Raises:
-        SmiError: it is something else.
+        SmiError: the text is something else.
     """
     found = _XML.search(xml)
     try:
@@ -97,7 +97,7 @@ def _gpu(index: int, gpu: ET.Element) -> Gpu:
     counts = [
         _number(each.text) for each in (ecc.iter() if ecc is not None else ()) if "uncorrectable" in each.tag
     ]
-    # The counter of GPUs before Turing.
+    # Counter on GPUs older than Turing.
     counts.append(_number(_text(gpu, "ecc_errors/volatile/double_bit/total")))
     known = [count for count in counts if count is not None]
     pending = (
@@ -163,7 +163,7 @@ def gpu_of(xml: str) -> dict[int, int]:
 
 
 def parse_matrix(text: str) -> dict[tuple[int, int], str]:
-    """``nvidia-smi topo -m`` or ``-p2p r``: (GPU, other GPU) → how they are joined (NV12, SYS), or OK, CNS, GNS."""
+    """Parse ``nvidia-smi topo -m`` or ``-p2p r``: (GPU, other GPU) → their link (NV12, SYS), or OK, CNS, GNS."""
     found: dict[tuple[int, int], str] = {}
     columns: list[int] = []
     for line in _ANSI.sub("", text).splitlines():

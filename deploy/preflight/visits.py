@@ -25,8 +25,8 @@ from nodekit.training.reporting.trackers import TRACKERS
 T = TypeVar("T")
 
 CONNECT_SHARE = 0.6
-"""Of the time, for logging in: the rest is for the network, between those that can be reached."""
-RESERVE_S = 0.5  # at the end, to close the channels and to print
+"""Share of the time limit for logging in; the rest is for the network check between hosts that can be reached."""
+RESERVE_S = 0.5  # kept back at the end, to close the channels and print
 SLOW_RTT_S = 0.2
 
 
@@ -84,7 +84,7 @@ class Visits:
         self._files = files
         self._ssh = ssh
         self._timeout_s = timeout_s
-        self._facts_s = max(check.FACTS_TIMEOUT_S * busy, timeout_s)  # who waits for it is limited anyway
+        self._facts_s = max(check.FACTS_TIMEOUT_S * busy, timeout_s)  # the wait for it is limited elsewhere
         self._lock = threading.Lock()
         self._all_done = threading.Condition(self._lock)
         self._channels: dict[str, HostChannel] = {}
@@ -94,7 +94,7 @@ class Visits:
         self._stage = {host.name: "connecting" for host in inventory.hosts}
         self._is_over = False
         if any(host.connection == "ssh" for host in inventory.hosts):
-            import fabric  # noqa: F401  # once and here: threads that import it at the same time trip over each other
+            import fabric  # noqa: F401  # import it once, before the threads start: concurrent first imports of it fail
         self._peers = Later(lambda: cluster.peer_addresses(inventory.hosts))
         for host in inventory.hosts:
             threading.Thread(target=self._visit, args=(host,), daemon=True).start()

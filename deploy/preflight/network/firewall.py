@@ -53,10 +53,10 @@ def blocking(ruleset: str, hook: str, *, source: str, target: str, port: int, in
         source: address that connects.
         target: address that is connected to.
         port: the target's.
-        interface: of the host that the ruleset is of.
+        interface: of the host whose ruleset it is.
 
     Returns:
-        None if nothing does, or only rules that depend on more than addresses, ports and interfaces.
+        None if no rule does, or only rules that depend on more than addresses, ports and interfaces.
     """
     table = chain = policy = ""
     hooked = False
@@ -140,14 +140,14 @@ def cure(
     """Return how to let `source` connect to a port of `target`, and what blocks it ("" if unknown).
 
     Args:
-        found: host → `netstate.firewall` there, as far as it was asked.
+        found: host → `netstate.firewall` there, for the hosts that were asked.
         source: the host that connects.
         target: the host that is connected to.
         addresses: host → its address.
         interfaces: host → the interface with that address.
         port: the target's.
         answer_port: the source's, if it is known: answers go there.
-        is_refused: there was an answer that says no, as of a rule that rejects, or of a network without the target.
+        is_refused: an answer refused it, which a rule that rejects may send, or a network without the target.
     """
     ways = [(target, "input", source, target, port), (source, "output", source, target, port)]
     if answer_port is not None:

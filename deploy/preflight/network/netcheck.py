@@ -19,7 +19,7 @@ from nodekit.deploy.preflight.network.outcomes import End, Pairs
 from nodekit.inventory.schema import Host, Inventory
 
 RENDEZVOUS_PORT = 29500
-"""torchrun's. kit itself uses a free port, so a problem with this one is only a warning."""
+"""torchrun's default port. kit itself uses a free port, so a problem with this one is only a warning."""
 MAX_SAMPLED, MIN_SAMPLED = 16, 4
 MAX_CONNECTIONS = 4096
 """Connections of one host to all others: with many hosts, fewer ports of each are tried."""
@@ -41,10 +41,10 @@ def network_findings(
 
     Args:
         channels: to the hosts; one that is not among them is left out.
-        inventory: what the cluster is.
+        inventory: of the cluster.
         facts: of the same hosts.
-        deadline_s: how long it may take; a host that does not answer in time is named.
-        port: the one that the job's rendezvous needs. None: any will do, and torchrun's is tried.
+        deadline_s: time limit in seconds; a host that does not answer in time is reported.
+        port: the port that the job's rendezvous needs. None: any; torchrun's is tried.
     """
     left_s = netpairs.deadline(deadline_s - FINISH_S)
     hosts = [host for host in inventory.hosts if host.name in channels and host.name in facts]

@@ -55,9 +55,9 @@ class Progress:
     problem: str = ""
     """Why it cannot reach the rendezvous."""
     num_ranks: int = 1
-    """The ranks of this host; what it has reached is what all of them have."""
+    """The number of ranks of this host; a stage is reached when all of them have reached it."""
     stages: dict[int, str] = field(default_factory=dict)
-    """By local rank."""
+    """Local rank → its last stage."""
     reduced: Mapping[str, Any] = field(default_factory=dict)
     status: int | None = None
     errors: str = ""
@@ -65,7 +65,7 @@ class Progress:
     """Why it could not be started, or the host no longer answers."""
     python: str = "python"
     nccl: list[str] = field(default_factory=list)
-    """What NCCL has warned of."""
+    """Lines in which NCCL has warned."""
 
     def read_line(self, line: str) -> None:
         """Process one line of the job's output."""
@@ -119,10 +119,10 @@ def deep_findings(
 
     Args:
         channels: to the hosts; one that is not among them is left out.
-        inventory: what the cluster is.
+        inventory: of the cluster.
         facts: of the same hosts.
         deadline_s: time limit, including the diagnosis of a failure.
-        port: of the rendezvous, on the first host; 0: a free one, as a run takes.
+        port: of the rendezvous, on the first host; 0: any free port, as in a run.
     """
     left_s = netpairs.deadline(deadline_s - FINISH_S)
     hosts = [host for host in inventory.hosts if host.name in channels and host.name in facts]
@@ -389,7 +389,7 @@ def _told(
 
 
 def meant(port: int, low: int, high: int) -> int:
-    """Return the port that gloo means: as of torch 2.13 it prints most in network byte order."""
+    """Return the port that gloo means: as of torch 2.13 it prints most ports in network byte order."""
     swapped = (port & 0xFF) << 8 | port >> 8
     return swapped if low <= swapped <= high else port
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 SETTINGS: dict[str, Any] = globals().get("SETTINGS", {})
-TIMES = 5  # of the all-reduce, when NCCL has started
+TIMES = 5  # number of all-reduces that are timed, once NCCL has started
 CONNECT_S = 2.0
 STARTED = time.monotonic()
 LOCAL = {"rank": 0}
@@ -23,21 +23,21 @@ LOCAL = {"rank": 0}
 def say(stage: str, **more: object) -> None:
     """Print the stage."""
     line = {"stage": stage, "s": round(time.monotonic() - STARTED, 3), "local_rank": LOCAL["rank"], **more}
-    # In one piece, unbuffered too: the other ranks of this host write to the same pipe.
+    # As one write: the other ranks of this host write to the same pipe.
     print(json.dumps(line) + "\n", end="", flush=True)
 
 
 def start_others(number: int) -> "threading.Thread | None":
-    """Fork the further ones of this host's ranks, before there are threads; return what waits for their end.
+    """Fork this host's other ranks, before there are threads; return the thread that waits for them (None in a child).
 
-    If one fails, this process ends with its status: kit reads one status per host.
+    If a rank fails, this process ends with its status: kit reads one status per host.
     """
     pids = []
     for local_rank in range(1, number):
         if not (pid := os.fork()):
             LOCAL["rank"] = local_rank
             if "listen_fd" in SETTINGS:
-                os.close(SETTINGS["listen_fd"])  # with the end of rank 0 the others are to be refused
+                os.close(SETTINGS["listen_fd"])  # so that the others are refused once rank 0 has ended
             return None
         pids.append(pid)
 
@@ -78,14 +78,14 @@ def wait_for_store(address: str, port: int) -> None:
 
 
 def main() -> None:
-    """Rendezvous, process group, all-reduce."""
+    """Run a rendezvous, a process group and an all-reduce."""
     others = start_others(SETTINGS.get("num_local_ranks", 1))
     threading.Thread(target=end_with_stdin, daemon=True).start()
     watchdog = threading.Timer(SETTINGS["limit_s"], os._exit, (3,))
     watchdog.daemon = True
     watchdog.start()
     say("imports")
-    gc.disable()  # the imports leave no garbage, and looking for some takes a fifth of their time
+    gc.disable()  # the imports leave no garbage, and collections would take a fifth of their time
     import torch
     import torch.distributed as dist
 

@@ -112,7 +112,7 @@ def neighbour_findings(
         before: host → `netstate.neighbours` when the check began.
         after: the same at its end.
         lost: ordered pairs that do not connect.
-        num_hosts: how many the check is of.
+        num_hosts: number of hosts in the check.
     """
     groups: dict[tuple[str, bool], list[str]] = {}
     for name, tables in after.items():
@@ -216,7 +216,7 @@ def fine(end: End, nic: Nic | None) -> Finding:
 def name_findings(host: str, address: str, answer: OwnName) -> list[Finding]:
     """Return problems with a host's own name; pure.
 
-    That it resolves to 127.0.1.1, as on Debian, is none: gloo would listen there, but kit tells it an interface.
+    A name that resolves to 127.0.1.1, as on Debian, is no problem: gloo would listen there, but kit sets its interface.
     """
     name, addresses = answer["name"], answer["addresses"]
     if addresses is None:
@@ -232,8 +232,8 @@ def name_findings(host: str, address: str, answer: OwnName) -> list[Finding]:
 
 
 def peer_name_findings(host: str, answer: OwnName) -> list[Finding]:
-    """Return whether a host waits in vain for the names of others; pure."""
-    if answer["names_peers"] or answer["addresses"] is None:  # of the latter `name_findings` tells
+    """Return a warning if a host's name server does not answer when asked for the names of other hosts; pure."""
+    if answer["names_peers"] or answer["addresses"] is None:  # the latter is reported by `name_findings`
         return []
     return [
         _warning(
@@ -285,7 +285,7 @@ def rdma_findings(
     Args:
         ports: host → `netstate.rdma_ports` there.
         nics: host → its chosen interface.
-        env: host → the job's environment there; of those that train on GPUs, and so with NCCL.
+        env: host → the job's environment there; only hosts that train on GPUs, and so with NCCL.
     """
     found: list[Finding] = []
     used = {

@@ -13,7 +13,7 @@ from nodekit.deploy.preflight.network import firewall
 
 MAX_PACKET = 65535
 _MAX_COMMANDS = 3
-_LEAST_MTU = {4: 576, 6: 1280}  # by the version of IP: below it, the kernel takes IPv6 off the interface
+_LEAST_MTU = {4: 576, 6: 1280}  # IP version → least MTU; below 1280 the kernel disables IPv6 on the interface
 # outcome → description of the ports
 _WORDS = {
     "dropped": "dropped (no answer)",
@@ -179,7 +179,7 @@ def _firewall(
         for outcome, ports in pair.failed.items()
         for number in ports
     }
-    # One that lets a single address in cures a single pair; words without a command need no repetition.
+    # A rule cures all pairs, a single address only one; cures without a command need not be repeated.
     certain = [each for each in cures if ", chain " in each[1]] or [each for each in cures if each[1]]
     certain = certain or list(cures)[:1]
     commands = list(dict.fromkeys(command for command, _ in certain))
