@@ -1,8 +1,8 @@
-"""The phase `environment` of `kit up`: builds the venv of the inventory on every node that lacks it.
+"""The phase `environment` of `kit up`: builds the inventory's venv on every node that lacks it.
 
-What a venv is made of decides its folder, ``<workdir>/envs/<key>``: the file and the options, the host's
-interpreter and platform. `deploy/host/code/venvs.py` is what runs on the hosts, `deploy/environment/wheels.py` fetches
-for those that cannot reach the package index.
+A venv is in ``<workdir>/envs/<key>``. The key is a hash of the file, the options, and the host's interpreter and
+platform. `deploy/host/code/venvs.py` runs on the hosts; `deploy/environment/wheels.py` downloads packages for hosts
+that cannot reach the package index.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nodekit.inventory.errors import HostError, KitError, KitErrors, Problem
 from nodekit.inventory.schema import Environment, Host
 
 LOOK_TIMEOUT_S = 30.0
-HERE = "here"  # the name of this machine in the progress
+HERE = "here"  # this machine's name in the progress lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Seat:
 
     @property
     def python(self) -> str:
-        """The venv's interpreter."""
+        """Path of the venv's interpreter."""
         return f"{self.workdir}/envs/{self.key}/bin/python"
 
     def do(self, action: str, *, limit_s: float = LOOK_TIMEOUT_S, **args: Any) -> dict[str, Any]:
@@ -57,13 +57,13 @@ class Entered:
 
     file: str
     python: Mapping[str, str]
-    """host → its interpreter"""
+    """Host → its interpreter."""
     built: tuple[str, ...] = ()
     reused: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """Hosts whose venv is still to be built; only with build=False."""
+    """Hosts whose venv is still to be built; only with ``build=False``."""
     fetched: bool = False
-    """Whether packages were sent from here."""
+    """Whether packages were downloaded here and sent to the hosts."""
 
     def line(self) -> str:
         """Return the result as a line."""
@@ -107,14 +107,14 @@ def enter(
 
     Args:
         channels: to the hosts.
-        hosts: some may have no channel.
-        environment: what the inventory asks for.
-        timeout_s: for all of it.
-        progress: is called with the host, the seconds, and pip's last line.
+        hosts: hosts without a channel are skipped.
+        environment: the inventory's section `environment:`.
+        timeout_s: for all hosts together.
+        progress: called with the host, the seconds so far, and pip's last line.
         build: build missing venvs; if False they are listed in `missing`, and those channels do not switch.
 
     Raises:
-        KitError: with each host where it failed; the venvs of the others are kept.
+        KitError: the build failed on some hosts; the message names each, and the venvs of the others are kept.
     """
     asked, indexes = requirements.read(environment), requirements.indexes(environment)
     job = _Job(asked, environment, indexes, time.monotonic() + timeout_s, progress)
@@ -166,10 +166,10 @@ def _look(channel: HostChannel, host: Host, asked: Asked) -> Seat:
 
 
 def _build_all(job: _Job, seats: Mapping[str, Seat]) -> tuple[tuple[str, ...], bool]:
-    """Build the venvs in parallel; returns the hosts that built one, and whether packages were sent from here.
+    """Build the venvs in parallel; return the hosts that built one, and whether packages were sent from here.
 
     Raises:
-        KitError: with each host where it failed, when the others are done.
+        KitError: the build failed on some hosts; raised once the others are done.
     """
     text = job.asked.requirements if not job.asked.lock else _export(job.asked, seats)
     job = replace(job, asked=replace(job.asked, requirements=text))
@@ -226,7 +226,7 @@ def _export(asked: Asked, seats: Mapping[str, Seat]) -> str:
     """Convert a uv.lock to requirements, with uv on this machine or on a host.
 
     Raises:
-        KitError: there is none, or it does not take the file.
+        KitError: uv is installed nowhere, or rejects the file.
     """
     if venvs.find_uv():
         answer = venvs.export(asked.lock, asked.export)
@@ -268,7 +268,7 @@ def _installed(job: _Job, seats: Mapping[str, Seat]) -> list[Any]:
 
 
 def _build(job: _Job, seat: Seat, tree: sync.Tree | None) -> bool:
-    """Build one venv; False if another kit has built it meanwhile."""
+    """Build one venv; return False if another `kit up` has built it meanwhile."""
     name, folder = seat.host.name, f"{seat.workdir}/envs"
     args: dict[str, Any] = {"requirements": job.asked.requirements}
     env = dict(job.indexes.env)
@@ -338,8 +338,8 @@ def _on_host(
     """Run an action of `deploy/host/code/venvs.py` in a process that ends with the channel.
 
     Raises:
-        HostError: it failed.
-        _LateError: it exceeded the limit.
+        HostError: the action failed.
+        _LateError: the action exceeded the limit.
     """
     source = program(("code.venvs",), f"module.run({do!a}, **{args!a})").decode("ascii")
     done = channel.stream(

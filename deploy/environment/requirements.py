@@ -17,7 +17,7 @@ from nodekit.inventory.schema import Environment
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 4)
-"""For a script of the user's own; kit's training module needs `training.errors.SAFE_TORCH`."""
+"""The minimum for a user's own script; kit's training module needs `training.errors.SAFE_TORCH`."""
 _OPTION = re.compile(r"(--?[a-z][a-z-]*?)(?:[ =]\s*|(?<=^-[a-z])(?=\S))(.*)|(--?[a-z][a-z-]*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _INDEX_OPTIONS = {
@@ -38,7 +38,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The content of a venv."""
+    """What a venv is to contain."""
 
     file: str
     """The name of the user's file."""
@@ -57,7 +57,7 @@ def read(environment: Environment) -> Asked:
     """Read the file that an environment names, and the files that it includes.
 
     Raises:
-        KitError: with file and line: it is not there, or wants what is only on this machine.
+        KitError: with file and line: a file is missing, or a requirement exists only on this machine.
     """
     options = environment.model_dump(mode="json", exclude={"requirements", "pyproject", "lock", "offline"})
 
@@ -86,7 +86,7 @@ def read(environment: Environment) -> Asked:
 
 def _text(path: Path) -> str:
     try:
-        # As pip: in the middle of the flat text, a byte order mark would be part of a name.
+        # As pip does: within the joined text, a byte order mark would become part of a name.
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise KitError(f"environment: {path}: {getattr(error, 'strerror', None) or error}") from error
@@ -96,10 +96,10 @@ def _text(path: Path) -> str:
 
 
 def flatten(path: Path, kind: str = "-r", seen: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Return the lines of a requirements file and of those that it includes: ``("-r", line)``, or ``("-c", line)``.
+    """Yield the lines of a requirements file and of the files it includes: ``("-r", line)``, or ``("-c", line)``.
 
     Raises:
-        KitError: a line names what the nodes do not have.
+        KitError: a line refers to something that the nodes do not have.
     """
     path = path.resolve()
     if path in seen:
@@ -146,7 +146,7 @@ def _option(line: str) -> tuple[str, str]:
 
 def _is_path(line: str) -> bool:
     """Whether a requirement is a file or folder of this machine."""
-    # As pip has it, also `libs/mine` and `mine-1.0-py3-none-any.whl`; `git+https://…` has no such beginning.
+    # By pip's rules also `libs/mine` and `mine-1.0-py3-none-any.whl`, but not `git+https://…`.
     return (
         re.match(r"[./~]|file:|[\w.-]+(/|[^\s:]*\.(whl|tar\.gz|zip)(\s|\[|$))|[^@]*@\s*file:", line)
         is not None
@@ -170,10 +170,10 @@ def without_indexes(requirements: str) -> str:
 
 
 def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
-    """The requirements that a pyproject.toml lists, its extras' too; the project itself is the job's code.
+    """Return the dependencies in a pyproject.toml, with those of the extras; the project itself is the job's code.
 
     Raises:
-        KitError: they are not in it, or cannot be read.
+        KitError: the file lists no dependencies, or cannot be parsed.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -222,7 +222,7 @@ def dependencies(path: Path, text: str, extras: Sequence[str]) -> list[str]:
 
 
 def _texts(path: Path, key: str, table: Mapping[str, Any]) -> list[str]:
-    """A key's list: of a text in its place, each letter would be a package to install."""
+    """Return a list of strings from a table; KitError for a single string, each letter of which would be a package."""
     found = table.get(key, [])
     if isinstance(found, list) and all(isinstance(each, str) for each in found):
         return [*found]
@@ -246,7 +246,7 @@ def checked(text: str, file: str) -> str:
     """Check the requirements that uv made of a lock file.
 
     Raises:
-        KitError: the nodes do not have what it names.
+        KitError: a requirement exists only on this machine.
     """
     for _, line in logical_lines(text):
         if _is_path(line) or _option(line)[0] in ("-e", "--editable"):
@@ -258,7 +258,7 @@ def checked(text: str, file: str) -> str:
 
 
 def _expanded(text: str, *, what: str = "") -> str:
-    """`${NAME}` replaced from the environment here, as pip does; with `what`, each has to be set."""
+    """Replace `${NAME}` from this environment, as pip does; with `what`, an unset variable raises KitError."""
 
     def value(found: re.Match[str]) -> str:
         if found[1] not in os.environ and what:
@@ -273,22 +273,22 @@ def _expanded(text: str, *, what: str = "") -> str:
 
 @dataclass(frozen=True)
 class Indexes:
-    """Package indexes with their passwords: only for the environment of a process."""
+    """Package indexes with their passwords; passed on only in the environment of a process."""
 
     env: Mapping[str, str] = field(repr=False)
     secrets: tuple[str, ...] = field(repr=False)
-    """Values to remove from output."""
+    """Values to remove from pip's output."""
     index_url: str = field(repr=False)
     """The URL to test for reachability; "" for pip's own."""
     folders: tuple[str, ...]
-    """Folders on this machine."""
+    """Those of `find_links` that are folders on this machine."""
 
 
 def indexes(environment: Environment) -> Indexes:
     """Return the package indexes.
 
     Raises:
-        KitError: a variable is not set here, or a folder not there.
+        KitError: a variable is not set here, or a folder does not exist.
     """
     index = _expanded(environment.index_url or "", what="environment.index_url")
     more = [_expanded(each, what="environment.extra_index_url") for each in environment.extra_index_url]
@@ -308,7 +308,7 @@ def indexes(environment: Environment) -> Indexes:
         "PIP_NO_INDEX": "1" if environment.no_index else "",
     }
     asked_for = " ".join([environment.index_url or "", *environment.extra_index_url, *pages])
-    # Of a user's name no log is cleared; a token may be a part of the path.
+    # User names are not removed from logs, but a token may be a part of the path.
     tokens = [os.environ[name] for name in _VARIABLE.findall(re.sub(r"://[^/\s]*@", "://", asked_for))]
     named = [each for each in (index, *more, *links) if "@" in each]
     passwords = [re.sub(r"^.*?://(.*)@.*$", r"\1", each).rpartition(":")[2] for each in named]

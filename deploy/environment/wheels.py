@@ -1,4 +1,4 @@
-"""Wheels for nodes without internet: fetched here by pip, for their platform, into a folder that sync sends."""
+"""Wheels for nodes without internet: pip downloads them here, for the nodes' platform, and sync sends them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from nodekit.deploy.sync.progress import nothing
 from nodekit.inventory.errors import KitError
 
 LAST_LINES = 8
-# pip evaluates markers such as `; python_version < "3.11"` for the python that it runs on. Here they have to be
-# evaluated for the nodes, and pip has no option for that.
+# pip evaluates markers such as `; python_version < "3.11"` for its own Python. Here they must be evaluated for the
+# nodes' Python, and pip has no option for that.
 _PIP = """
 import json, sys
 from pip._vendor.packaging import markers
@@ -44,7 +44,7 @@ class Platform:
     """The platform that wheels must support."""
 
     markers: tuple[tuple[str, str], ...]
-    """Values of the environment markers."""
+    """Names and values of the environment markers."""
     libc: tuple[str, str]
 
     @classmethod
@@ -96,15 +96,15 @@ def fetch(
 
     Args:
         asked: the content of the venv.
-        requirements: its requirements, also where those are in a uv.lock.
-        platform: the nodes'.
-        indexes: to download from.
-        timeout_s: for all of it.
-        has: packages that the nodes have already, from `venvs.installed`: not downloaded if suitable.
-        say: is called with the seconds and pip's last line.
+        requirements: its requirements as text, also if they come from a uv.lock.
+        platform: of the nodes.
+        indexes: where to download from.
+        timeout_s: for the whole download.
+        has: packages that the nodes already have, from `venvs.installed`; those that fit are not downloaded.
+        say: called with the seconds so far, and pip's last line.
 
     Raises:
-        KitError: with pip's last lines.
+        KitError: the download failed; the message ends with pip's last lines.
     """
     if importlib.util.find_spec("pip") is None:
         raise KitError(
@@ -127,7 +127,7 @@ def fetch(
             try:
                 dest.rename(folder)
             except OSError:
-                if not folder.is_dir():  # another kit was first
+                if not folder.is_dir():  # another kit has downloaded them meanwhile
                     raise
     except OSError as error:
         raise KitError(
@@ -148,7 +148,7 @@ def _download(
     deadline: float,
     say: Callable[[float, str], None],
 ) -> Path:
-    """A folder in `draft` with what `pip download` has fetched; KitError with its last lines."""
+    """Run `pip download` into a folder in `draft`, and return that folder; KitError with pip's last lines."""
     dest, limits, stand_ins = draft / "wheels", draft / "limits.txt", draft / "stand-ins"
     markers = json.dumps(dict(platform.markers))
     argv = [sys.executable, "-I", "-c", _PIP, markers, "download", "--no-input", *platform.options()]
@@ -157,7 +157,7 @@ def _download(
     argv += [f"--find-links={each}" for each in (*indexes.folders, str(stand_ins))]
     stand_ins.mkdir()
     names = _stand_in(stand_ins, has, platform)
-    for pins in (names, {}) if names else ({},):  # if the nodes' packages are unsuitable, download all
+    for pins in (names, {}) if names else ({},):  # if the nodes' own packages do not fit, download all
         shutil.rmtree(dest, ignore_errors=True)
         dest.mkdir(mode=0o700)
         if not pins:
@@ -178,7 +178,7 @@ def _download(
 
 
 def _stand_in(folder: Path, has: Sequence[Sequence[Any]], platform: Platform) -> dict[str, str]:
-    """Write empty wheels for packages that the nodes have; returns file → its version pin.
+    """Write empty wheels for packages that the nodes have; return file → its version pin.
 
     `pip download` ignores installed packages, but prefers these wheels to any other of the same version: they have the
     best tags and the highest build number.
@@ -208,7 +208,7 @@ def _stand_in(folder: Path, has: Sequence[Sequence[Any]], platform: Platform) ->
 def _run(
     argv: list[str], text: str, indexes: Indexes, timeout_s: float, say: Callable[[float, str], None]
 ) -> tuple[int, list[str]]:
-    """Run pip, ended with us or after the timeout; returns its exit status and output."""
+    """Run pip, and return its exit status and output lines; pip ends with this process, or after the timeout."""
     if shutil.which("setpriv"):
         argv = ["setpriv", "--pdeathsig", "TERM", *argv]
     begin, lines = time.monotonic(), list[str]()
