@@ -1,6 +1,6 @@
-"""The decisions of `kit init`: the network that all hosts share, and the interpreter with torch. Pure.
+"""The choices of `kit init`: the network that all hosts share, and the interpreter with torch; pure.
 
-Anything with more than one possible answer is left to the user, with all answers.
+If several answers are possible, the user gets all of them, and decides.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from nodekit.training.errors import is_safe
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Survey = Mapping[str, Any]
-"""One host, as `deploy/host/probes/discovery.py` tells it."""
+"""The answer of a host, from `deploy/host/probes/discovery.py`."""
 
 _NEVER = re.compile(
     r"lo|docker.*|br-[0-9a-f]{6,}|veth.*|virbr.*|vnet\d+.*|cni.*|flannel.*|cali.*|cilium.*|lxc.*|lxdbr.*|podman.*"
     r"|kube.*|nodelocaldns|weave.*|nerdctl.*|vmnet.*|vboxnet.*|dummy.*|ifb.*|ovs-system|idrac|usb\d+"
 )
 _OWN_CABLE = ("veth", "macvlan", "ipvlan")
-"""Drivers of a container's network card."""
+"""Network drivers inside containers."""
 _NO_NETWORK = ("dummy", "ifb", "nlmon", "vcan", "can")
 
 
@@ -34,21 +34,21 @@ class Shared:
 
     network: Network
     nics: Mapping[str, tuple[Nic, ...]]
-    """Host → its interfaces in it."""
+    """Host → its interfaces in the network."""
     rank: int
     """Rank of the worst interface, see `rank`."""
     speed_mbit: int | None
     """Speed of the slowest interface; None if one is unknown."""
 
     def names(self) -> str:
-        """The interfaces in it, each name once: ``eth0/ens5``."""
+        """Return the names of the interfaces, each once: ``eth0/ens5``."""
         return "/".join(dict.fromkeys(str(nic["name"]) for nics in self.nics.values() for nic in nics))
 
 
 def rank(nic: Nic, nics: Iterable[Nic]) -> int | None:
-    """Return how suitable an interface is: 0 a physical one, 1 a container's, 2 a tunnel; None: unusable.
+    """Return how suitable an interface is: 0 physical, 1 a container's, 2 a tunnel; None: unusable.
 
-    A bridge is what it is over: a machine's own card makes it real, Docker's has none.
+    A bridge counts as physical if a physical interface, bond or VLAN is in it; Docker's bridges have none.
     """
     if _NEVER.fullmatch(nic["name"]) or nic["kind"] == "loopback" or nic["driver"] in _NO_NETWORK:
         return None
@@ -63,14 +63,14 @@ def rank(nic: Nic, nics: Iterable[Nic]) -> int | None:
 
 
 def is_usable(nic: Nic) -> bool:
-    """Whether packets can leave by it now."""
+    """Whether an interface is up, has a carrier, and has an address."""
     return bool(nic["up"] and nic["carrier"] and nic["addresses"])
 
 
 def shared_networks(surveys: Mapping[str, Survey]) -> list[Shared]:
     """Return the networks that every host has a usable interface in, best first.
 
-    An address that two hosts have (docker0's 172.17.0.1) is no way from one to the other.
+    An address that two hosts have, such as docker0's 172.17.0.1, does not connect them, and is skipped.
     """
     if len(surveys) < 2:
         return []
@@ -135,7 +135,7 @@ def choose_nic(nics: Sequence[Nic]) -> Nic | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Pythons:
-    """Which interpreter the hosts are to use."""
+    """The interpreters that the hosts should use."""
 
     everywhere: str | None = None
     """The interpreter that all hosts have, with the same torch."""
@@ -144,7 +144,7 @@ class Pythons:
     choices: tuple[str, ...] = ()
     """The interpreters to choose from, if all hosts have several."""
     torch: str = ""
-    """The version of torch, if decided."""
+    """The version of torch; "" if the user must choose."""
 
 
 def fits(python: Mapping[str, Any]) -> bool:
@@ -154,7 +154,7 @@ def fits(python: Mapping[str, Any]) -> bool:
 
 
 def _usable(pythons: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return path → torch of those that fit; only the one that a file names, or those whose torch is safe, if any."""
+    """Return path → torch of the interpreters to offer: one that a file names, or those with a safe torch, or any."""
     for each in pythons:
         if each.get("named") and fits(each):
             return {each["path"]: str(each["torch"])}
@@ -165,7 +165,7 @@ def _usable(pythons: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def choose_pythons(surveys: Mapping[str, Survey]) -> Pythons:
     """Choose the interpreter with torch that all hosts have, or list the choices.
 
-    An older torch, which kit's training module cannot use, is chosen only where there is no other.
+    A torch too old for kit's training module is chosen only if there is no other.
     """
     usable = {host: _usable(survey["pythons"]) for host, survey in surveys.items()}
     first, *others = usable.values() if usable else [{}]

@@ -26,16 +26,16 @@ from nodekit.inventory.importers import FoundHost, Imported
 from nodekit.inventory.load import read_limited
 
 SURVEY_TIMEOUT_S = 25.0
-"""For the survey of a host; connecting has its own timeout, `cluster.CONNECT_TIMEOUT_S`."""
+"""For the survey of one host; connecting has its own timeout, `cluster.CONNECT_TIMEOUT_S`."""
 MAX_FILE_BYTES = 16 * 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line of `kit init` says."""
+    """The options of `kit init`."""
 
     hosts: tuple[str, ...] = ()
-    """Hosts; with another source, patterns of the hosts to take from it."""
+    """Names of hosts; with another source, patterns that select its hosts."""
     ssh_config: bool = False
     hostfile: Path | None = None
     ansible: Path | None = None
@@ -43,7 +43,7 @@ class Options:
     """Only this group of the Ansible inventory."""
     slurm: bool = False
     output: Path = Path("cluster.yaml")
-    """``-`` is stdout."""
+    """The file to write; ``-`` means stdout."""
     force: bool = False
     """Overwrite an existing file."""
     ssh: SshOptions = field(default_factory=SshOptions)
@@ -62,11 +62,11 @@ def init(options: Options, say: Callable[[str], None]) -> Written:
     """Survey the hosts, and write the inventory.
 
     Args:
-        options: the command line's.
-        say: is called with lines of progress.
+        options: those of the command line.
+        say: called with lines of progress.
 
     Raises:
-        KitError: a source cannot be read or names no host, or the file is there already.
+        KitError: a source cannot be read or names no host, or the output file exists.
     """
     _refuse_options(options)
     is_file = str(options.output) != "-"
@@ -144,9 +144,9 @@ def _hosts(options: Options) -> Imported:
 
 
 def _with_absolute_files(found: Imported, file: Path) -> Imported:
-    """Make paths of keys absolute: Ansible resolves them from the working folder, kit from its inventory's.
+    """Make paths to keys absolute: Ansible resolves them from the working directory, kit from the inventory's folder.
 
-    A known_hosts file that is not there is left out: ssh does without, kit would refuse it.
+    A known_hosts file that does not exist is dropped: ssh works without it, while kit would refuse it.
     """
 
     def absolute(path: str | None) -> str | None:
@@ -203,7 +203,7 @@ def _from_slurm(told: dict[str, str]) -> Draft:
 
 
 def discover(hosts: Sequence[FoundHost], ssh: SshOptions, say: Callable[[str], None]) -> list[Looked]:
-    """Survey all hosts in parallel; a host that could not be surveyed has the reason."""
+    """Survey all hosts in parallel; a host that cannot be surveyed gets the reason in its `Looked`."""
     say(f"looking at {len(hosts)} host{'s' * (len(hosts) != 1)}")
     width = min(max(len(host.name) for host in hosts), 30)
     lock = threading.Lock()
@@ -219,7 +219,7 @@ def discover(hosts: Sequence[FoundHost], ssh: SshOptions, say: Callable[[str], N
     results = on_all({host.name: host for host in hosts}, ask)
     for result in results.values():
         if isinstance(result, Exception):
-            raise result  # a bug of ours: errors of a host are in its Looked
+            raise result  # a bug of ours: errors of hosts are in their Looked
     looked = [result for result in results.values() if isinstance(result, Looked)]
     if unknown := [each.unknown_key for each in looked if each.unknown_key is not None]:
         say(f"{', '.join(error.host for error in unknown)}: {accept_all(unknown)}")
@@ -281,7 +281,7 @@ def _write(text: str, output: Path | None, name: str, *, force: bool) -> None:
     """Check the text with kit's own loader, and write it atomically.
 
     Raises:
-        KitError: it cannot be written, or what was found makes no inventory.
+        KitError: the file cannot be written, or the text is no valid inventory.
     """
     from nodekit.inventory.load import load_inventory
 

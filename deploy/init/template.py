@@ -1,4 +1,4 @@
-"""The inventory that `kit init` writes: findings as keys, decisions for the user as comments. Pure."""
+"""The inventory that `kit init` writes: findings become keys, decisions for the user become comments; pure."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Looked:
     problem: str = ""
     """Why there is no survey."""
     unknown_key: UnknownKey | None = None
-    """Where that is why."""
+    """The error, if the host's unknown SSH key is the reason."""
 
 
 def _renamed(looked: Looked) -> Looked:
-    """One that is called as kit calls a folder of its own, by another name."""
+    """Return the host under another name if kit has a folder of its own with its name."""
     host = looked.host
     if not hostlists.is_own_name(host.name):
         return looked
@@ -67,11 +67,11 @@ def from_hosts(
 
     Args:
         looked: the hosts, in their order.
-        name: what to call the cluster.
-        file: what the inventory's file is called.
-        command: what made it, for the comment at the top.
-        date: when.
-        notes: what a source said that no inventory has.
+        name: the inventory's name.
+        file: the name of the file that it will be written to.
+        command: the command that made it, for the comment at the top.
+        date: when it was made.
+        notes: what a source contains that an inventory cannot express.
     """
     looked = [_renamed(each) for each in looked]
     twins = _twins(looked)
@@ -244,7 +244,7 @@ def _network_comment(shared: Shared) -> str:
 
 
 def speed(mbit: int | None) -> str:
-    """``25 Gb/s``."""
+    """Format a speed in Mb/s: ``25 Gb/s``."""
     if mbit is None:
         return "speed not known"
     return f"{mbit / 1000:g} Gb/s" if mbit >= 1000 else f"{mbit} Mb/s"
@@ -280,7 +280,7 @@ def _host_lines(
 
 
 def _mixture_lines(seen: Mapping[str, Survey]) -> list[str]:
-    """A comment if only some hosts have GPUs, which `kit up` refuses."""
+    """Return a comment if only some hosts have GPUs, which `kit up` refuses."""
     without = [name for name, survey in seen.items() if not (survey["gpus"] or survey["gpu_problem"])]
     if not without or len(without) == len(seen):
         return []
@@ -354,7 +354,7 @@ def _nic_lines(host: FoundHost, survey: Survey, network: Shared | None) -> list[
 
 
 def _is_interface(nic: Nic) -> bool:
-    """Whether the name is valid in an inventory: the kernel accepts nearly anything."""
+    """Whether an interface's name is valid in an inventory: the kernel accepts nearly any name."""
     return nic["name"].isprintable() and _INTERFACE.fullmatch(nic["name"]) is not None
 
 

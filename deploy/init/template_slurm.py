@@ -1,4 +1,4 @@
-"""The inventory of a Slurm cluster that `kit init --slurm` writes. Pure."""
+"""The inventory of a Slurm cluster that `kit init --slurm` writes; pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def from_slurm(
     command: str,
     date: str,
 ) -> Draft:
-    """The inventory of a Slurm cluster; a partition and GPUs are decided only where there is one answer."""
+    """Return the inventory of a Slurm cluster; partition and GPUs are set only if there is one choice."""
     lines = [
         *heading(
             f"Written by `{command}` on {date}, from what scontrol shows.",

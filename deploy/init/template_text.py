@@ -1,7 +1,7 @@
-"""An inventory's text, line by line. Pure.
+"""Formats an inventory's text, line by line; pure.
 
-What came from a file or a host goes through `scalar`, `key_of`, `comment` or `keyed`: no such text can add a line, or
-be taken for anything but text.
+Every text from a file or a host goes through `scalar`, `key_of`, `comment` or `keyed`, so that it can neither add a
+line nor be read as YAML syntax.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Draft:
 
 
 def gib(mib: int) -> str:
-    """``80 GiB``."""
+    """Format MiB as GiB: ``80 GiB``."""
     return f"{mib / 1024:.0f} GiB" if mib >= 10 * 1024 else f"{mib / 1024:.1f} GiB"
 
 
@@ -54,7 +54,7 @@ def scalar(value: object) -> str:
 
 
 def key_of(name: str) -> str:
-    """A host's name as a key."""
+    """Return a host's name as a YAML key."""
     is_plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name) and name.lower() not in _WORDS
     return name if is_plain else json.dumps(name)
 
@@ -65,12 +65,12 @@ def visible(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """A file's name as a shell takes it."""
+    """Quote a file name for a shell."""
     return visible(shlex.quote(text))
 
 
 def comment(text: str, indent: str = "", bullet: str = "") -> list[str]:
-    """Comment lines; with a bullet, the further ones are indented by it."""
+    """Wrap a text into comment lines; with a bullet, later lines are indented below the first."""
     return textwrap.wrap(
         visible(text),
         WIDTH,
@@ -89,5 +89,5 @@ def heading(written: str, *tries: str, name: str) -> list[str]:
 
 
 def keyed(key: str, about: str) -> list[str]:
-    """``key: value   # comment``."""
+    """Return the line ``key: value   # comment``."""
     return [f"{key:<{_COMMENT_COLUMN}} # {visible(about)}"]
