@@ -36,20 +36,20 @@ _STYLES = {"survived": "green", "not survived": "bold red", "not tried": "yellow
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line of `kit drill` says."""
+    """The options of `kit drill`."""
 
     inventory: Path
     faults: tuple[str, ...] = ()
-    """Default: all that the inventory allows."""
+    """Names of faults; empty: all that the inventory allows."""
     command: tuple[str, ...] = ()
     json: bool = False
     load_lab: Callable[[Path], Lab]
-    """Opens the lab in a folder."""
+    """Function that loads the lab in a folder."""
     ssh: SshOptions = field(default_factory=SshOptions)
 
 
 def drill(options: Options) -> int:
-    """Try the faults; the exit status is 0 if all were survived."""
+    """Try the faults; return 0 if all were survived, else 1."""
     inventory = load_inventory(options.inventory)
     if not inventory.hosts:
         raise WrongUsage(f"{options.inventory}: a drill needs `hosts:`, not `slurm:`")
@@ -72,7 +72,7 @@ def drill(options: Options) -> int:
 
 
 def list_faults(options: Options) -> int:
-    """Print each fault, and why it cannot be tried on this inventory."""
+    """Print each fault and, if it cannot be tried on this inventory, the reason."""
     inventory = load_inventory(options.inventory)
     lab = Site(inventory, options.load_lab).lab
     for fault in FAULTS.values():
@@ -84,10 +84,10 @@ def list_faults(options: Options) -> int:
 
 
 def chosen(names: Sequence[str], inventory: Inventory, lab: Lab | None) -> list[Fault]:
-    """The faults of these names, or all that are possible.
+    """Return the faults with these names; without names, all that are possible.
 
     Raises:
-        WrongUsage: there is none of that name, or it cannot be tried here.
+        WrongUsage: a name is unknown, or its fault cannot be tried here.
     """
     reasons = {
         name: why_not(fault, num_nodes=len(inventory.hosts), lab=lab) for name, fault in FAULTS.items()
@@ -127,7 +127,7 @@ def conclude(results: Sequence[Result], folder: Path, *, as_json: bool) -> None:
     """Print the results, and write them to the folder.
 
     Raises:
-        NotWritten: the disk is full, or gone; all has been printed.
+        NotWritten: the file cannot be written; the results have been printed by then.
     """
     text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
     if as_json:

@@ -1,4 +1,4 @@
-"""One `kit up` of a drill: a process of its own, which can be killed and followed by another."""
+"""One `kit up` of a drill, as a process that can be killed, and replaced by another one."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _RUN_ID = re.compile(r"^run (\S+)", re.MULTILINE)
 
 
 class Job:
-    """The `kit up` of one run, and its output in a file."""
+    """The `kit up` process of one run, whose output goes to a file."""
 
     def __init__(self, inventory: Path, command: Sequence[str], output: Path, *, new_keys: bool) -> None:
-        """Prepare; nothing is started yet.
+        """Prepare the command line; start nothing yet.
 
         Args:
-            inventory: the file.
-            command: in place of the inventory's; empty for that one.
-            output: where stdout and stderr go.
-            new_keys: accept the keys of hosts that are not known yet.
+            inventory: path of the inventory file.
+            command: replaces the inventory's command; empty: keep that.
+            output: file for stdout and stderr.
+            new_keys: accept the SSH keys of unknown hosts.
         """
         self.output = output
         options = ["--accept-new-host-keys"] if new_keys else []
@@ -40,22 +40,22 @@ class Job:
         self._is_down_on_purpose = False
 
     def start(self, *, new: bool) -> None:
-        """Start `kit up`, for a new run or for the one that exists, from the thread that lives as long as the drill."""
+        """Start `kit up`, for a new run or to resume, in a thread that lives as long as the drill (PDEATHSIG)."""
         with self.output.open("ab") as output:
-            # A session of its own: a Ctrl-C in the terminal is for the drill, which then ends the run.
+            # A session of its own: Ctrl-C in the terminal must reach only the drill, which then ends the run.
             self._process = subprocess.Popen(
                 [*self._argv, *(["--new"] if new else []), *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                # SIGTERM is as Ctrl-C: it ends the run.
+                # If the drill dies, kit up gets SIGTERM and ends the run, as on Ctrl-C.
                 preexec_fn=functools.partial(worker.die_with, os.getpid(), signal.SIGTERM),
             )
         self._is_down_on_purpose = False
 
     def kill(self, *, on_purpose: bool = False) -> None:
-        """Kill this process alone; `on_purpose`: another one will be started."""
+        """Kill this process only; `on_purpose`: another one will be started."""
         self._is_down_on_purpose = on_purpose
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
@@ -63,21 +63,21 @@ class Job:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs or is about to be started again."""
+        """The exit status; None while the process runs, or is about to be replaced."""
         if self._process is None or self._is_down_on_purpose:
             return None
         return self._process.poll()
 
     @property
     def run(self) -> Run | None:
-        """The record of its run, once there is one."""
+        """The record of the run, once kit up has printed its id."""
         if found := _RUN_ID.search(self._said()):
             with contextlib.suppress(KitError):
                 return find_runs.find(found.group(1))
         return None
 
     def last_words(self, num_lines: int = 6) -> str:
-        """Return how it says that the run has ended, and why; if it does not say so, the last lines of its output."""
+        """Return the lines in which kit up says how the run ended, and why; if there are none, its last lines."""
         said = self._said()
         lines = [line for line in said.splitlines() if line.strip()]
         if found := _RUN_ID.search(said):

@@ -1,4 +1,4 @@
-"""What faults need of a lab, and what says that one could not be injected."""
+"""The part of a lab that faults use, and the error of a fault that could not be injected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluates a drill: detection, resumption, lost steps and loss curve of an observed run. Pure."""
+"""Evaluates an observed run of a drill: detection, resumption, lost steps and loss curve; pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any, Literal
 from nodekit.deploy.output.wording import count
 
 ROUNDING = 1e-3
-"""Tolerance between two curves, relative to the curve's mean: sums over another number of ranks round differently,
-those of most GPU kernels each time, and the difference grows with the steps."""
+"""Tolerance between two curves, relative to the curve's mean: sums over another number of ranks round differently, as
+do most GPU kernels from run to run, and the difference grows with the steps."""
 NEAR = 0.25
-"""In a world of another size, a curve may lose this share of what was learnt: there, layers such as dropout draw other
-numbers, and only what was forgotten is to be found out."""
+"""With another world size, a curve may fall short of the reference's progress by this share: layers such as dropout
+draw other numbers then, and only lost training progress should be detected."""
 _ROUTINE = (
     "phase", "first-progress", "run-ended", "drill", "first-step", "sample", "snapshot", "evaluation", "replica-kept",
     "replicas-gathered", "logs-removed", "logs-cut", "logs-not-bounded", "gpu-slow", "notify-failed",
 )  # fmt: skip
-"""Events that come without a fault, too."""
+"""Kinds of events that also occur without a fault."""
 _ROUTINE_STATES = ("running", "waiting", "succeeded")
 _WORDS = {
     "attempt-ended": "all ranks ended",
@@ -47,23 +47,23 @@ class Step:
     time: float
     step: int
     loss: float | None = None
-    """None if only the progress file has it."""
+    """None if it is known only from the progress file."""
     attempt: str = ""
-    """Empty: the last one that was started before `time`."""
+    """Its attempt; empty: the last one that was started before `time`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """The observations of one run, by the control machine's clock."""
+    """What was observed of one run; times are by the control machine's clock."""
 
     events: Sequence[Mapping[str, Any]] = ()
-    """The nodes' and the run's, by time."""
+    """Events of the nodes and of the run, ordered by time."""
     steps: Sequence[Step] = ()
-    """By time; a repeated step is listed again."""
+    """Ordered by time; a repeated step is listed again."""
     said: Sequence[tuple[float, str]] = ()
-    """Lines of the job's output."""
+    """(time, line) of the job's output."""
     nproc: Mapping[str, int] = field(default_factory=dict)
-    """node → its number of ranks."""
+    """Node → its number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Curve:
-    """How a loss curve compares with the unbroken run's."""
+    """The comparison of a loss curve with that of the run without a fault."""
 
     sameness: Sameness
     text: str
@@ -96,11 +96,11 @@ class Result:
     """Why it was not survived, or not tried."""
     run: str = ""
     struck_at: float | None = None
-    """When, by this machine's clock; None: it was not tried."""
+    """When the fault was injected, by this machine's clock; None: it was not."""
     detected_s: float | None = None
     detected_by: str = ""
     resumed_s: float | None = None
-    """None with `went_on`: the training never stopped."""
+    """Seconds until training resumed; None with `went_on`: the training never stopped."""
     went_on: bool = False
     steps_lost: int | None = None
     world_sizes: tuple[int, ...] = ()
@@ -207,7 +207,7 @@ def losses(trace: Trace) -> dict[int, float]:
 
 
 def compare(reference: Trace, trace: Trace) -> Curve:
-    """Compare a loss curve with the reference: the same bit for bit, the same to rounding, or another one."""
+    """Compare a loss curve with the reference: equal, same to rounding, near, or different."""
     wanted, found = losses(reference), losses(trace)
     if not wanted:
         return Curve("unknown", "no metrics.jsonl")
@@ -215,7 +215,7 @@ def compare(reference: Trace, trace: Trace) -> Curve:
     height = statistics.fmean(map(abs, wanted.values())) or 1.0
     apart = {step: abs(found[step] - wanted[step]) / height for step in wanted if step in found}
     greatest = max(apart.values(), default=0.0)
-    known = greatest if math.isfinite(greatest) else None  # a loss may be none: JSON has no such number
+    known = greatest if math.isfinite(greatest) else None  # JSON cannot represent NaN or infinity
     if lacking:
         return Curve("different", f"lacks {len(lacking)} steps from {lacking[0]} on", known)
     if more := [step for step in found if step not in wanted]:
@@ -231,9 +231,11 @@ def compare(reference: Trace, trace: Trace) -> Curve:
 
 
 def _is_near(wanted: Mapping[int, float], found: Mapping[int, float], far: int) -> bool:
-    """Whether of what was learnt little is lost: where the curves part, at step `far`, and at the end."""
+    """Whether little training progress is lost, both where the curves part (step `far`) and at the end."""
     steps = [*wanted]
-    size = max(5, len(steps) // 10)  # the mean of so many losses hardly depends on what a layer draws
+    size = max(
+        5, len(steps) // 10
+    )  # the mean of this many losses hardly depends on the numbers that a layer draws
     begin = statistics.fmean(wanted[step] for step in steps[:size])
     for window in ([step for step in steps if step >= far][:size], steps[-size:]):
         reference, own = (statistics.fmean(curve[step] for step in window) for curve in (wanted, found))
@@ -256,14 +258,14 @@ def judge(
     """Return the result of a fault.
 
     Args:
-        fault: its name.
+        fault: the fault's name.
         where: the node or nodes it struck.
-        at: when.
+        at: when it was injected.
         unbroken: the run to compare with.
-        trace: the run that was struck.
-        problem: why it was not survived, as far as that is known without the curve.
-        run: its id.
-        took_s: how long all of it took.
+        trace: the run with the fault.
+        problem: why it was not survived, apart from the curve; "" if it was.
+        run: the run's id.
+        took_s: duration of the whole attempt, in seconds.
     """
     sign, again, curve = detected(trace, at), resumed(trace, at), compare(unbroken, trace)
     if not problem and curve.sameness == "different":

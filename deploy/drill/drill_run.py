@@ -61,11 +61,11 @@ class Drill:
         """Prepare the folder; nothing is started yet.
 
         Args:
-            site: the hosts, and their lab.
-            command: in place of the inventory's.
+            site: the hosts, and their lab if they have one.
+            command: replaces the inventory's command.
             options: how to reach the hosts.
             folder: for the copy of the inventory, and each run's output.
-            say: tells the user one line about the run of this name.
+            say: called with the name of a run, and a line about it for the user.
         """
         self.results: list[Result] = []
         self.site, inventory = site, site.inventory
@@ -90,7 +90,7 @@ class Drill:
         """Run the job without a fault.
 
         Raises:
-            KitError: it does not train to its end even so.
+            KitError: the job fails even without a fault.
         """
         started = time.monotonic()
         self._say("unbroken", "the job as it is, to compare with")
@@ -118,7 +118,7 @@ class Drill:
         self._say("unbroken", told)
 
     def try_fault(self, fault: Fault) -> None:
-        """Inject one fault, in a run of its own."""
+        """Run the job once more, and inject one fault."""
         started = time.monotonic()
         self._say(fault.name, fault.text)
         struck, problem, run_id, trace = None, "", "", Trace()
@@ -166,7 +166,7 @@ class Drill:
     def _running(
         self, name: str, *, prepare: Callable[[Site], None] | None = None
     ) -> Iterator[tuple[Job, Watch]]:
-        """Start a run and watch it; end it and clean up on exit, what `prepare` has done too."""
+        """Start a run and watch it; on exit end it, and undo what `prepare` and the fault have done."""
         new_keys = self._options.accept_new_host_keys
         job = Job(self._inventory, self._command, self._folder / f"{name}.log", new_keys=new_keys)
         try:
@@ -200,7 +200,7 @@ class Drill:
         """Wait until the condition holds or the job has ended.
 
         Raises:
-            GaveUp: it makes no progress, or takes far too long.
+            GaveUp: the run makes no progress, or takes far too long.
         """
         deadline = time.monotonic() + LONGEST * self._training_s + PATIENCE_S if self._training_s else None
         since = time.monotonic()

@@ -1,4 +1,4 @@
-"""The target of a drill's faults: the current run, its nodes, and the lab that they may be hosts of."""
+"""The target of a drill's faults: the current run, its nodes, and the lab that their hosts may be in."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Site:
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes that train now; without a run, all of the inventory's."""
+        """The nodes that train now; without a run, all nodes of the inventory."""
         statuses = self._watch.statuses if self._watch is not None else {}
         return [name for name in self._hosts if statuses.get(name, {}).get("workers")] or self._hosts
 
@@ -81,10 +81,10 @@ class Site:
         return self.host
 
     def inject(self, node: str, target: str, number: int, **how: Any) -> float:
-        """Send a signal to processes of a node (`inject` in deploy/host/node/agents.py); returns the local time of it.
+        """Signal processes of a node (`inject` in deploy/host/node/agents.py); return when, by this machine's clock.
 
         Raises:
-            NotTried: nobody got the signal.
+            NotTried: no process got the signal.
         """
         assert self._watch is not None
         done = self._watch.channel(node).call(

@@ -19,13 +19,13 @@ class Paced(Digits):
 
     def __init__(self) -> None:
         super().__init__()
-        # The fastest convolutions and matrix products of CUDA add in another order each time.
+        # CUDA's fastest convolutions and matrix products add in another order each time.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
         self._next_s = 0.0
 
     def model(self) -> nn.Module:
-        """A network that takes no core for long: on a laptop, several nodes share one."""
+        """Return a network that needs little CPU time: on a laptop, several nodes share a core."""
         convolution = nn.Conv2d(1, 8, 3, padding=1)
         return nn.Sequential(convolution, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 4 * 4, 10))
 

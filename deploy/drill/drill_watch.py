@@ -1,4 +1,4 @@
-"""Observes a run through connections of its own: statuses, events and metrics."""
+"""Observes a run through separate connections: statuses, events and metrics."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Watch:
     """Polls the nodes of one run; times are by this machine's clock."""
 
     def __init__(self, run: Run, hosts: Mapping[str, Host], options: SshOptions, output: Path) -> None:
-        """Polling starts with the ``with`` block.
+        """Prepare; polling starts with the ``with`` block.
 
         Args:
-            run: on record, with its nodes.
-            hosts: the inventory's.
-            options: how to reach them.
+            run: the run's record, with its nodes.
+            hosts: name → the host in the inventory.
+            options: how to reach the hosts.
             output: the file that `kit up` writes to.
         """
         self.run = run
         self.statuses: dict[str, dict[str, Any]] = {}
         """Node → its last status."""
         self.moved_at = time.monotonic()
-        """When a new step was last seen."""
+        """When a new step was last seen, by the monotonic clock."""
         self._hosts = {name: host for name, host in hosts.items() if name in run.nodes}
         self._options = options
         self._output = output
@@ -111,7 +111,7 @@ class Watch:
         return channel
 
     def local_time(self, name: str, when: float) -> float:
-        """Convert a time by a node's clock to ours."""
+        """Convert a time by a node's clock to this machine's."""
         return when - self.run.clock_offsets.get(name, 0.0)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Watch:
     def _follow(self, name: str) -> None:
         while not self._closing.is_set():
             started = time.monotonic()
-            with contextlib.suppress(KitError):  # losing nodes is what drills are about
+            with contextlib.suppress(KitError):  # drills make nodes unreachable
                 self._look(name)
             # Large files are polled less often.
             self._closing.wait(max(POLL_S, time.monotonic() - started))
@@ -161,7 +161,9 @@ class Watch:
                 event["time"] = self.local_time(name, event["time"])
                 self._events.setdefault(name, []).append(event)
             for line in metrics:
-                with contextlib.suppress(KeyError, TypeError, ValueError):  # another file of the same name
+                with contextlib.suppress(
+                    KeyError, TypeError, ValueError
+                ):  # an unrelated file of the same name
                     step = Step(self.local_time(name, line["time"]), int(line["step"]), float(line["loss"]))
                     self._steps.setdefault((name, step.step, step.time), step)
             if len(self._steps) + len(self._progress) > known:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from nodekit.deploy.drill.drill_site import Site
 
 BACK_AFTER_S = 6.0
-"""A lost host is restored after this; long enough for its loss to be detected."""
+"""Seconds after which a lost host is restored; long enough for its loss to be detected."""
 FLAPS = 4
 FLAP_S = 0.7
 SLOW_MS, SLOW_LOSS_PERCENT = 40.0, 1.0
 SPARE_BYTES = 64 << 20
-"""Free space of a small disk beyond one run's size, before it is filled."""
+"""Free bytes of a small disk beyond the size of one run, before it is filled."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Struck:
     """A fault that has been injected."""
 
     where: str
-    """The node or nodes."""
+    """Name of the node, or names joined by commas."""
     what: str
-    """What was done to them, for people."""
+    """Description of the fault, for people."""
     at: float
-    """When, by this machine's clock."""
+    """When it was injected, by this machine's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ class Fault:
     """One sentence for `--help`."""
     strike: Callable[[Site], Struck]
     back: Callable[[Site], str] | None = None
-    """Undoes the fault `back_after_s` after its injection; returns what to print."""
+    """Undo the fault, `back_after_s` after its injection; returns what to print."""
     prepare: Callable[[Site], None] | None = None
     """Called before the run is started."""
     needs_lab: str = ""
-    """Why it is possible only on hosts of a lab; empty if it is possible anywhere."""
+    """Why the fault is possible only on hosts of a lab; empty if it is possible anywhere."""
     min_nodes: int = 1
     back_after_s: float = BACK_AFTER_S
 
@@ -56,7 +56,7 @@ class Fault:
 
 
 def ordinary_node(site: Site, but: Sequence[str] = ()) -> str:
-    """Return the last node that neither hosts the rendezvous nor has rank 0; else any other node."""
+    """Return the last node that neither hosts the rendezvous nor has rank 0; if there is none, any other node."""
     left = [node for node in site.nodes if node not in but]
     free = [node for node in left if node not in (site.host, site.rank0)]
     rest = [node for node in left if node != site.host]
@@ -75,7 +75,7 @@ def _signal(
     node: Callable[[Site], str] = ordinary_node,
     **how: Any,
 ) -> Fault:
-    """A fault that signals processes of a node; `how`: further arguments of `inject` in deploy/host/node/agents.py."""
+    """Return a fault that signals processes of a node; `how`: more arguments of `inject` in host/node/agents.py."""
 
     def strike(site: Site) -> Struck:
         where = node(site)
@@ -108,14 +108,14 @@ def _power_off(site: Site, nodes: Sequence[str], what: str = "its power is gone"
     lab = _lab(site)
     at = time.time()
     for node in nodes:
-        lab.cut(site.lab_name(node))  # first, as a host without power does not reset connections
+        lab.cut(site.lab_name(node))  # cut first: a host that loses power does not reset its connections
     for node in nodes:
         lab.crash(site.lab_name(node))
     return Struck(", ".join(nodes), what, at)
 
 
 def make_whole(lab: Lab, *, small_disks_at: str = "") -> list[str]:
-    """Restore every host of a lab, and unmount small disks; returns the hosts that needed it."""
+    """Restore every host of a lab, and unmount small disks; return the hosts that were not up."""
     mended = []
     for host in lab.hosts:
         if small_disks_at and lab.is_alive(host):
@@ -158,7 +158,7 @@ def _two(site: Site) -> Struck:
 
 
 def _small_disk(site: Site) -> None:
-    """Give a host a small disk for its runs, in its own mount namespace, so that nobody else's is filled."""
+    """Mount a small disk for a host's runs, in its own mount namespace, so that no other host's disk is filled."""
     node = site.small_disk_node
     folder, run_bytes = site.runs_of(node)
     for argv in (
@@ -191,7 +191,7 @@ _HOSTS = "it takes down or cuts off a host, which kit can do, and undo, only on 
 
 
 def _on_lab(name: str, text: str, strike: Callable[[Site], Struck], back: str = "", **more: Any) -> Fault:
-    """A fault of a lab's hosts; undoing it restores them all. `back`: what to print then, of these hosts."""
+    """Return a fault of a lab's hosts; undoing it restores all of them, and prints `back` with their names."""
 
     def mend(site: Site) -> str:
         return back.format(", ".join(make_whole(_lab(site))))
@@ -274,11 +274,11 @@ FAULTS: dict[str, Fault] = {
         ),
     )
 }  # fmt: skip
-"""In the order of execution."""
+"""Name → fault, in the order of execution."""
 
 
 def why_not(fault: Fault, *, num_nodes: int, lab: Lab | None) -> str:
-    """Why a fault cannot be tried on an inventory; "" if it can."""
+    """Return why a fault cannot be tried on an inventory; "" if it can."""
     if fault.needs_lab and lab is None:
         return fault.needs_lab
     if num_nodes < fault.min_nodes:
@@ -287,7 +287,7 @@ def why_not(fault: Fault, *, num_nodes: int, lab: Lab | None) -> str:
 
 
 def help_text() -> str:
-    """What each fault is, for `kit drill --help`."""
+    """Return the list of faults for `kit drill --help`."""
     width = max(map(len, FAULTS))
     anywhere = [fault for fault in FAULTS.values() if not fault.needs_lab]
     on_labs = [fault for fault in FAULTS.values() if fault.needs_lab]
