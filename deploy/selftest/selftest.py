@@ -32,28 +32,28 @@ from nodekit.training.engine_info import ALONE, ENGINES, lacking
 
 NO_GPU = "no GPU"
 HANG_S = 20.0
-"""Without progress for so long, the hang part's job hangs; by itself kit waits two minutes."""
+"""After this time without progress, the job of the hang part counts as hung; kit's default is two minutes."""
 _TRAINING = (
     "-m", "nodekit.training", "--task", "nodekit.deploy.selftest.selftest_task:Measured", "--epochs", "4",
     "--snapshot-every", "10", "--lr", "0.0005",
 )  # fmt: skip
-"""92 slowed-down steps of digits: 5 s or more, struck after 32."""
+"""92 slowed-down steps of digits: at least 5 s; the fault comes after 32 of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line of `kit selftest` says."""
+    """The options of `kit selftest`."""
 
     inventory: Path
     engines: tuple[str, ...] = ()
-    """Default: all."""
+    """Names of engines; empty: all."""
     output: Path | None = None
-    """A new folder for the report; default: one in kit's state folder."""
+    """A new folder for the report; None: one in kit's state folder."""
     ssh: SshOptions = field(default_factory=SshOptions)
 
 
 def selftest(options: Options) -> int:
-    """Try each part, and write the report; the exit status is 1 if one failed."""
+    """Try each part, and write the report; return 1 if a part failed, else 0."""
     _refuse_engines(options.engines)
     inventory = load_inventory(options.inventory)
     if not inventory.hosts:
@@ -79,12 +79,12 @@ def selftest(options: Options) -> int:
 
 
 class SelfTest:
-    """Executes the parts; `parts` has those that have ended."""
+    """Runs the parts one after the other; `parts` holds the results so far."""
 
     def __init__(
         self, inventory: Inventory, facts: Mapping[str, Facts], folder: Path, options: Options
     ) -> None:
-        """Make the folder, with copies of the inventory in it; nothing is started yet."""
+        """Create the folder with copies of the inventory; start nothing yet."""
         self.parts: list[Part] = []
         self._inventory, self._facts, self._folder = inventory, facts, folder
         self._hide = Anonymous(inventory, facts)
@@ -93,7 +93,7 @@ class SelfTest:
         self._gpus = gpus.share(inventory.hosts, {name: each.gpus for name, each in facts.items()})
         with record_files.told(folder):
             make_private(folder)
-        # The user's code is not sent: what is trained is kit's own.
+        # Do not send the user's code: only kit's own task is trained.
         (folder / "code").mkdir()
         (folder / "code/README").write_text("kit selftest trains a task of kit's own.\n", encoding="utf-8")
         changes: dict[str, object] = {"job.command": None, "job.code": str((folder / "code").resolve())}
@@ -109,7 +109,7 @@ class SelfTest:
 
     @property
     def described(self) -> str:
-        """The machines in a line."""
+        """A summary of the machines, on one line."""
         kinds = [f"{len(own)} × {own[0].name}" if own else NO_GPU for own in self._gpus.values()]
         told = ", ".join(f"{kinds.count(kind)} × ({kind})" for kind in dict.fromkeys(kinds))
         return f"{count(len(self._facts), 'host')}: {told}"
@@ -127,7 +127,7 @@ class SelfTest:
         self._on_gpus("compare", self._compare)
 
     def report(self) -> None:
-        """Write the report, and say where it is."""
+        """Write the report, and print a summary and its path."""
         told = selftest_report.nodes(self._facts, self._gpus)
         made = time.strftime("%Y-%m-%d", time.gmtime())
         text = selftest_report.to_json(metadata.version("nodekit"), made, told, self.parts, self._hide)
@@ -194,7 +194,7 @@ class SelfTest:
             runs_of[engine] = run_id
 
     def _drill(self, name: str, fault: str, engine: str, inventory: Path) -> str:
-        """Run a fault's drill; returns the id of the run that was struck, "" for none."""
+        """Run the drill of one fault; return the id of the run with the fault, "" if there was none."""
         command = [*_TRAINING, "--engine", engine]
         done = self._kit(name, ["drill", str(inventory), fault, "--json", *self._ssh, "--", *command])
         if not done.json:
@@ -249,7 +249,7 @@ class SelfTest:
     def _add_done(
         self, name: str, done: Done, text: str, values: Mapping[str, Any] | None = None, *, why: str = ""
     ) -> None:
-        """Add what a command found: `text` where it ended well, else `why`, or what it said last."""
+        """Add a command's result: `text` if it succeeded, else `why`, or else its last words."""
         is_good = not done.code and bool(text)
         self._add(
             Part(
@@ -286,10 +286,10 @@ def _refuse_engines(names: Sequence[str]) -> None:
 
 
 def _facts(inventory: Inventory, ssh: SshOptions) -> dict[str, Facts]:
-    """Ask all hosts at once.
+    """Gather the facts of all hosts.
 
     Raises:
-        KitError: with one line per host that gave no answer.
+        KitError: some hosts gave no answer; one line for each.
     """
     peers = cluster.peer_addresses(inventory.hosts)
     with cluster.channels(inventory.hosts, ssh) as channels:

@@ -1,4 +1,4 @@
-"""Runs one of kit's commands in a process of its own, shows its progress, and ends it when it is interrupted."""
+"""Runs one of kit's commands as a child process, shows its progress, and ends it if the user interrupts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import IO, Any
 
 TIMEOUT_S = 600.0
 ENDING_S = 180.0
-"""So long a command may take to clear up after it was interrupted."""
+"""Seconds that an interrupted command may take to clean up."""
 _LAST_LINES, _ERROR_LINES = 4, 8
 
 
@@ -27,16 +27,16 @@ class Done:
 
     code: int
     out: str
-    """Its stdout, where that is for programs."""
+    """Its stdout, if that is machine-readable."""
     said: Sequence[str]
-    """The lines for people."""
+    """Its output lines for people."""
     seconds: float
     is_late: bool = False
     """Whether it was ended because it took longer than `TIMEOUT_S`."""
 
     @property
     def json(self) -> Any:
-        """Its stdout; None where that is no JSON, as after an error."""
+        """Its stdout, parsed; None if that is not JSON, as after an error."""
         try:
             return json.loads(self.out)
         except ValueError:
@@ -44,7 +44,7 @@ class Done:
 
     @property
     def last_words(self) -> str:
-        """Why it failed: its error, or else the end of what it said."""
+        """Why the command failed: its error, else the end of its output."""
         if self.is_late:
             return f"not at its end after {TIMEOUT_S:.0f} s"
         lines = [line.strip() for line in self.said if line.strip()]
@@ -56,13 +56,13 @@ class Done:
 def run(
     argv: Sequence[str], log: Path, show: Callable[[str], object] | None, *, for_people: bool = False
 ) -> Done:
-    """Run ``kit argv…`` to its end, or to ours.
+    """Run ``kit argv…`` until it ends, is late, or this process is interrupted.
 
     Args:
-        argv: without ``kit``.
-        log: everything that it says is added to this file.
-        show: takes each line for people, as it comes.
-        for_people: its stdout, too, is for people.
+        argv: the arguments, without ``kit``.
+        log: file that all of the output is appended to.
+        show: called with each line for people, as it is printed.
+        for_people: stdout is for people, too, not only stderr.
     """
     since = time.monotonic()
     said: list[str] = []
@@ -75,7 +75,7 @@ def run(
             stderr=subprocess.STDOUT if for_people else subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # a Ctrl-C in the terminal is for this process, which then ends that one
+            start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which then ends the command
         )
         stream = process.stdout if for_people else process.stderr
         assert stream is not None
@@ -105,7 +105,7 @@ def _follow(stream: IO[str], log: IO[str], said: list[str], show: Callable[[str]
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Have a command that still runs stop what it has started: it gets a Ctrl-C, and is waited for."""
+    """If a command still runs, interrupt it, and wait until it has stopped what it started."""
     if process.poll() is not None:
         return
     with _no_interrupts():
@@ -120,7 +120,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _no_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C meanwhile: an unfinished clean-up would leave ranks running."""
+    """Ignore Ctrl-C in this block: an unfinished clean-up would leave ranks running."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:

@@ -1,4 +1,4 @@
-"""What the parts of a self-test found, and the report of it that can be sent to others. Pure."""
+"""Evaluates the parts of a self-test, and makes the report that users can send to others; pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nodekit.inventory.schema import Inventory
 Outcome = Literal["passed", "failed", "not tried"]
 
 KEPT_MIB = 64
-"""A rank that is started again finds at most so much less free memory: drivers and displays use some."""
+"""How much less free GPU memory a restarted rank may find, in MiB: drivers and displays use some."""
 PHASES = ("noticed", "ranks ended", "nodes met", "ranks started", "first step")
 WHAT_IS_IN_IT = (
     "In it are: versions of kit, Python, torch and the driver; GPU models and counts; libraries; times, rates and "
@@ -42,7 +42,7 @@ class Part:
     name: str
     outcome: Outcome
     text: str
-    """What was found, in a sentence; why it failed or was not tried."""
+    """What was found, in a sentence; or why it failed, or was not tried."""
     seconds: float = 0.0
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -51,7 +51,7 @@ class Part:
 
 
 def why_unmeasured(network: Mapping[str, Any]) -> str:
-    """Return why `kit bench --json` has measured nothing, as with one host and one GPU; "" if it has, or has failed."""
+    """Return why `kit bench --json` measured nothing, as with a single GPU; "" if it measured something, or failed."""
     if any(network.get(key) for key in ("pairs", "all_reduce", "problems")):
         return ""
     return "; ".join(network.get("notes", ()))
@@ -65,10 +65,10 @@ def of_drill(
     *,
     stayed: Collection[int] | None = None,
 ) -> Part:
-    """Judge a fault by its result in `kit drill --json`: survived, with the unbroken run's losses.
+    """Evaluate a fault's result in `kit drill --json`: passed if it was survived with the unbroken run's losses.
 
-    Bit for bit with as many ranks, unlike `kit drill`: the self-test's task is deterministic on GPUs, too. `stayed` has
-    the ranks that kept their processes. It is None where none is to; elsewhere no step may be lost.
+    Unlike in `kit drill`, losses must be equal bit for bit if the number of ranks is, since the task is deterministic
+    on GPUs too. `stayed` has the ranks that kept their processes, and then no step may be lost; None: none could.
     """
     curve, problem = result["curve"], str(result["problem"])
     if not problem and curve["sameness"] == "unknown":
@@ -83,7 +83,7 @@ def of_drill(
         )
     if not problem and stayed is not None and result["steps_lost"]:
         problem = f"{count(result['steps_lost'], 'step')} done again: wanted none, with this engine"
-    # Of two ranks, gloo leaves the other one waiting now and then: it saves its step, and is started again.
+    # Of two ranks, gloo sometimes leaves the other one waiting: it saves its step, and is started again.
     if not problem and stayed is not None and not stayed and result["world_sizes"][0] > 2:
         problem = (
             "all ranks were started again: wanted the others to keep their processes; "
@@ -110,18 +110,18 @@ def of_drill(
 
 
 def stayed(events: Sequence[Event], struck_at: float) -> set[int]:
-    """Return the ranks that kept their processes in the attempts after a fault, by the run's events."""
+    """Return the ranks that kept their processes in the attempts after a fault, from the run's events."""
     started = [each for each in events if each.kind == "workers-started" and each.time > struck_at]
     return {rank for each in started for rank in each.get("stayed", ())}
 
 
 def phases(events: Sequence[Event], struck_at: float, resumed_s: float | None) -> dict[str, float]:
-    """Return how long each of `PHASES` took between a fault and the next first step; {} where it is not known.
+    """Return the seconds that each of `PHASES` took between a fault and the next first step; {} if unknown.
 
     Args:
-        events: the run's.
+        events: of the run.
         struck_at: when the fault was injected, by this machine's clock.
-        resumed_s: from then to the first step.
+        resumed_s: seconds from the fault to the first step.
     """
     if resumed_s is None:
         return {}
@@ -146,7 +146,7 @@ def phases(events: Sequence[Event], struck_at: float, resumed_s: float | None) -
 
 
 def of_memory(lines: Mapping[str, Iterable[str]]) -> Part:
-    """Compare each rank's free GPU memory at its first start with that at its next; engine → lines of its log."""
+    """Compare the free GPU memory of each rank at its first start and at later ones; `lines`: engine → log lines."""
     kept: dict[str, int] = {}
     for engine, said in lines.items():
         free: dict[tuple[int, int], int] = {}
@@ -187,7 +187,7 @@ def of_restarts(parts: Iterable[Part]) -> Part:
 
 
 class Anonymous:
-    """Takes from a text what says whose machines these are."""
+    """Removes from a text what identifies the machines and their owner."""
 
     def __init__(self, inventory: Inventory, facts: Mapping[str, Facts]) -> None:
         names: dict[str, str] = {inventory.name: "INVENTORY", inventory.path.name: "INVENTORY"}
@@ -203,7 +203,7 @@ class Anonymous:
         self._redactor = Redactor(inventory.model_dump(mode="json"))
 
     def text(self, text: str) -> str:
-        """Return a text without names, addresses, paths and secrets."""
+        """Remove names, addresses, paths and secrets from a text."""
         text = self._redactor.text(text)
         text = _URL.sub("URL", text)
         text = self._known.sub(lambda found: self._names[found[0]], text)
@@ -212,7 +212,7 @@ class Anonymous:
         return _PATH.sub(lambda found: f"…/{found[1]}", text)
 
     def tree(self, value: Any) -> Any:
-        """Return JSON values with all their texts, keys too, as `text` leaves them."""
+        """Apply `text` to all strings of JSON values, keys too."""
         if isinstance(value, Mapping):
             return {self.text(str(key)): self.tree(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
@@ -230,7 +230,7 @@ def _address(found: re.Match[str]) -> str:
 
 
 def nodes(facts: Mapping[str, Facts], gpus: Mapping[str, Sequence[Gpu]]) -> list[dict[str, Any]]:
-    """Return what the report says of each node, in the inventory's order."""
+    """Return the report's entry for each node, in the inventory's order."""
     return [
         {
             "python": found.python,
@@ -248,7 +248,7 @@ def nodes(facts: Mapping[str, Facts], gpus: Mapping[str, Sequence[Gpu]]) -> list
 def to_json(
     kit: str, made: str, told: Sequence[Mapping[str, Any]], parts: Sequence[Part], hide: Anonymous
 ) -> str:
-    """Return the report for programs."""
+    """Format the report as JSON."""
     values = {
         "version": 1,
         "about": WHAT_IS_IN_IT,
@@ -261,7 +261,7 @@ def to_json(
 
 
 def to_markdown(text: str) -> str:
-    """Return the report for people, from the one for programs."""
+    """Format the report as Markdown, from its JSON."""
     report = json.loads(text)
     rows = [f"# kit selftest\n\nkit {report['kit']}, {report['made']}. {report['about']}\n"]
     rows += ["| node | torch | Python | driver | GPUs | CPUs | libraries |", "|---|---|---|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""The task of a self-test: digits, slowed down, that tells how much GPU memory was free when each rank started."""
+"""The task of a self-test: slowed-down digits; each rank reports the free GPU memory at its start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Measured(Digits):
 
     def __init__(self) -> None:
         super().__init__()
-        # The fastest convolutions and matrix products of CUDA add in another order each time.
+        # CUDA's fastest convolutions and matrix products add in another order each time.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
         self._next_s = 0.0
