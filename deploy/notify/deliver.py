@@ -1,4 +1,4 @@
-"""Delivers a message, once, to a webhook or a command; what goes wrong is told without what is secret."""
+"""Delivers one message to a webhook or a command; errors contain no secrets."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from nodekit.inventory.schema import Notify, Webhook
 
 ATTEMPT_S = 10.0
-_TRY_AGAIN = (408, 429)  # other refusals are for good
+_TRY_AGAIN = (408, 429)  # HTTP statuses of temporary refusals; other 3xx and 4xx are permanent
 
 
 class NotDelivered(Exception):
-    """A message did not get there; the text says why, without a secret.
+    """A message was not delivered; the text says why, without secrets.
 
     Attributes:
-        is_final: trying again would not help.
-        said: what a command wrote on stderr, which may be anything, and is shown to a user only.
+        is_final: whether another attempt would fail too.
+        said: the command's stderr; it may contain secrets, so it is shown only to the user.
     """
 
     def __init__(self, why: str, *, is_final: bool = False, said: str = "") -> None:
@@ -38,16 +38,16 @@ class NotDelivered(Exception):
 def post(
     hook: Webhook, secrets: Mapping[str, str], message: Message, *, timeout_s: float = ATTEMPT_S
 ) -> None:
-    """Send a message to a webhook, once; `secrets` has the values of those it names.
+    """Send a message to a webhook, in one attempt; `secrets` has the values of the variables that `hook` names.
 
     Raises:
-        NotDelivered: it did not take it.
+        NotDelivered: the webhook did not accept it.
     """
-    import urllib.error  # slow to import, and most runs tell nobody
+    import urllib.error  # slow to import, and most runs do not use it
     import urllib.request
 
     class NoRedirect(urllib.request.HTTPRedirectHandler):
-        """A redirect would take headers that are secret to another host, and make a GET of the POST."""
+        """Refuse redirects: they would send secret headers to another host, and turn the POST into a GET."""
 
         def redirect_request(self, *_: Any, **__: Any) -> None:
             return None
@@ -71,7 +71,7 @@ def post(
         is_final = 300 <= error.code < 500 and error.code not in _TRY_AGAIN
         raise NotDelivered(f"{where} answers HTTP {error.code}", is_final=is_final) from None
     except (OSError, urllib.error.URLError) as error:
-        # Only the kind of error and its number: an address that is secret may stand in the text.
+        # Report only the kind of error and its number: the text may contain a secret address.
         reason = getattr(error, "reason", error)
         why = (reason.strerror if isinstance(reason, OSError) else "") or type(reason).__name__
         raise NotDelivered(f"{where}: {why}") from None
@@ -87,10 +87,10 @@ def post(
 def run_command(
     argv: tuple[str, ...], message: Message, *, folder: Path | None, timeout_s: float = ATTEMPT_S
 ) -> None:
-    """Run a command with a message on its stdin, in `folder` where that is there.
+    """Run a command with a message on its stdin, in `folder` if that exists.
 
     Raises:
-        NotDelivered: it is not there, failed, or took too long and was ended with all it started.
+        NotDelivered: the command cannot be run, fails, or takes too long and is killed with its children.
     """
     name = Path(argv[0]).name
     try:
@@ -111,7 +111,7 @@ def run_command(
             _, told = process.communicate(message.body(), timeout=timeout_s)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+                os.killpg(process.pid, signal.SIGKILL)  # its children too
             raise NotDelivered(f"{name} took longer than {timeout_s:g} s", is_final=True) from None
     if process.returncode:
         said = told.decode("utf-8", "replace").strip()
@@ -121,7 +121,7 @@ def run_command(
 def ways(
     notify: Notify, secrets: Mapping[str, str], folder: Path | None
 ) -> dict[str, Callable[[Message], object]]:
-    """What delivers a message: ``command`` and ``webhook``, as far as they are asked for."""
+    """Return name → function that delivers a message; ``command`` and ``webhook``, if the inventory asks for them."""
     found: dict[str, Callable[[Message], object]] = {}
     if notify.command:
         found["command"] = functools.partial(run_command, notify.command, folder=folder)
@@ -131,10 +131,10 @@ def ways(
 
 
 def within(deliver: Callable[[Message], object], message: Message, timeout_s: float) -> None:
-    """Deliver a message, or give up after a while, whatever it waits for.
+    """Deliver a message, or give up after `timeout_s`, whatever the delivery waits for.
 
     Raises:
-        NotDelivered: it did not get there.
+        NotDelivered: the delivery failed, or took too long.
     """
     result: list[NotDelivered | None] = []
 

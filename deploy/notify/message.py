@@ -1,4 +1,4 @@
-"""What is told of a run, in words: a message for its start, a failure, the recovery and the end."""
+"""The messages about a run: its start, a failure, the recovery, and the end."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ NEWS_AFTER_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One thing to tell."""
+    """One message to deliver."""
 
     kind: str
-    """start, failure, recovery, end; test."""
+    """start, failure, recovery or end; test."""
     run: str
     time: float
     text: str
-    """What happened, in words; one or two lines, the last of which says how to look."""
+    """What happened, in one or two lines, of which the last is a command that shows more."""
     node: str | None = None
     step: int | None = None
     total_steps: int | None = None
     state: str = ""
     goodput: float | None = None
-    """Share of the time that trained steps which count; at the end."""
+    """Share of the run's time that trained steps which count; only in the message of the end."""
 
     def body(self) -> bytes:
-        """The JSON object that is sent; ``text`` and ``content`` are where chat services look for the words."""
+        """Return the JSON object to send; chat services read ``text`` or ``content``."""
         return json.dumps({**vars(self), "content": self.text}).encode()
 
     def env(self) -> dict[str, str]:
-        """The same for a command that reads no JSON."""
+        """Return the same as environment variables, for commands that do not parse JSON."""
         values = {
             "NODEKIT_NOTIFY": self.kind,
             "NODEKIT_RUN_ID": self.run,
@@ -53,26 +53,26 @@ class Message:
 
 @dataclass
 class Story:
-    """Makes messages of a run's events; pure. A failure and all that comes of it are told once."""
+    """Makes messages from a run's events, pure: one message for a failure and everything that follows from it."""
 
     run: str
     look: str = "kit status"
     """The command that shows more, without the run's id."""
     _nodes: int = 0
     _failed_at: float | None = None
-    """When what has not been recovered from began."""
+    """Time of the failure that the run has not recovered from yet."""
     _is_back: bool = False
-    """Whether its ranks have been started again since; of a script that tells no steps, no more is heard."""
+    """Whether ranks have been started again since; a script that reports no steps gives no later sign of recovery."""
     _tells_steps: bool = False
     _attempt: str = ""
-    """The last one that was told of: what fails in it is no news."""
+    """The current attempt; after a failure the one that failed, whose late steps are no recovery."""
     _last: dict[str, Any] = field(default_factory=dict)
     _away: set[str] = field(default_factory=set)
-    """Nodes that the supervisor cannot see: that alone keeps nobody from training."""
+    """Nodes that the supervisor cannot reach; alone that is no failure, as they may still train."""
     _has_ended: bool = False
 
     def tell(self, event: Event) -> Message | None:
-        """What is to be told of an event; None: nothing."""
+        """Return the message about an event, if it needs one."""
         self._note(event)
         if event.kind == "run-started":
             self._failed_at, self._has_ended = None, False
@@ -99,8 +99,8 @@ class Story:
             if str(event.get("attempt")) == self._attempt:
                 return None
             seconds = event.time - self._failed_at
-            took = f" after {seconds:.1f} s" if seconds >= 0 else ""  # by clocks that have not jumped
-            step = event.get("step")  # None where the script's progress has no number
+            took = f" after {seconds:.1f} s" if seconds >= 0 else ""  # negative if the clocks have jumped
+            step = event.get("step")  # None if the script's progress has no number
             text = f"trains again{took}" + (f", from step {step:,}" if isinstance(step, int) else "")
             if self._nodes:
                 text += f", on {count(self._nodes, 'node')}"
@@ -109,13 +109,13 @@ class Story:
         return None
 
     def _is_news(self, event: Event) -> bool:
-        """Whether a failure is another one than the one that was told: it comes long after the ranks are back."""
+        """Whether a failure is a new one: without steps to tell, it must come long after ranks were started again."""
         if self._failed_at is None:
             return True
         return self._is_back and not self._tells_steps and event.time - self._failed_at >= NEWS_AFTER_S
 
     def reached(self, step: int, total_steps: int | None) -> None:
-        """How far the run is, from what is fresher than its events."""
+        """Take the newest known progress: the nodes' statuses are fresher than their events."""
         self._last.update(step=step, total_steps=total_steps)
 
     def _note(self, event: Event) -> None:
@@ -153,7 +153,7 @@ class Story:
 
 
 def _problem(event: Event, away: Collection[str]) -> str:
-    """What has failed, in words; "" where nothing has."""
+    """Return what has failed, as text; "" if nothing has."""
     node = event.about
     if event.kind == "worker-failed":
         code, error = event.get("exitcode"), str(event.get("error") or "").strip()
@@ -176,12 +176,12 @@ def _problem(event: Event, away: Collection[str]) -> str:
 
 
 def with_goodput(message: Message, run: Run) -> Message:
-    """The message of a run's end, with the share of its time that trained steps which count."""
+    """Return the message of a run's end with the goodput added."""
     try:
         from nodekit.deploy.story.history import History
 
         goodput = History.of(events.read(run.folder), now=message.time).goodput
-    except Exception:  # the end is told all the same
+    except Exception:  # send it without the goodput
         return message
     if goodput.total_s <= 0 or goodput.share is None:
         return message

@@ -1,7 +1,7 @@
-"""`notify:` of an inventory: tells a command or a webhook when a run starts, fails, recovers and ends.
+"""Notifications (`notify:` in an inventory): tell a command or a webhook that a run starts, fails, recovers or ends.
 
-The run never waits for it: what is to be told goes into a short queue, and a thread of its own delivers it, with a
-deadline for each attempt. Values of secrets are read from the environment, and are in nothing that is written.
+The run never waits for a delivery: messages go into a short queue, and a separate thread delivers them, with a time
+limit per attempt. Values of secrets are read from the environment, and are never written.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from nodekit.inventory.errors import KitError
 if TYPE_CHECKING:
     from nodekit.inventory.schema import Inventory, Notify
 
-PAUSES_S = (1.0, 4.0)  # before the second attempt, and the third
-CLOSE_S = 5.0  # at its end the run waits so long for what has not been delivered
+PAUSES_S = (1.0, 4.0)  # before the second and the third attempt
+CLOSE_S = 5.0  # at the end of the run, how long to wait for deliveries
 MAX_WAITING = 16
 _TOLD_BYTES = 120
 
 
 def secrets_here(run: Run, notify: Notify) -> dict[str, str]:
-    """The values of its secrets where a run is supervised, as far as they are there.
+    """Return the secrets' values that are available where the run is supervised.
 
-    Under Slurm that is a node, where they lie in the run's folder (not with the job's own: ranks get those), or in
-    the environment that an exported job was submitted with.
+    Under Slurm the supervisor runs on a node: there they are in the run's folder, apart from the job's own, which ranks
+    get, or in the environment that an exported job was submitted with.
     """
     if run.is_placed:
         with contextlib.suppress(OSError, ValueError, StopIteration):
@@ -51,9 +51,9 @@ def secrets_here(run: Run, notify: Notify) -> dict[str, str]:
 
 
 class Notifier:
-    """An observer of a run: tells what its inventory wants told.
+    """Observes a run, and sends the notifications that its inventory asks for.
 
-    Of several supervisors that watch one run, the first one tells, and another takes over when that is gone.
+    Of several supervisors of one run only one sends; another takes over when that one has ended.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Notifier:
         self._thread: threading.Thread | None = None
 
     def see(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
-        """What the nodes say of their progress is fresher than any event."""
+        """Take the nodes' progress, which is fresher than any event."""
         from nodekit.deploy.agent.hang.hang import Progress
 
         texts = [str(each.get("progress") or "") for each in statuses.values()]
@@ -87,19 +87,17 @@ class Notifier:
             self._steps = step, int(total) if total.isdigit() else None
 
     def event(self, event: Event) -> None:
-        """Take note of an event, and put what is to be told of it in the queue; its time decides nothing."""
+        """Take an event, and queue the message about it, if any; does not depend on the event's time."""
         if self._is_late(event):
             return
         if self._steps is not None:
             self._story.reached(*self._steps)
-        message = self._story.tell(
-            self._redactor.tree(event)
-        )  # a rank's last words may have a secret in them
+        message = self._story.tell(self._redactor.tree(event))  # a rank's last words may contain a secret
         if message is None or message.kind not in self._on:
             return
         if message.kind == "failure" and self._run.stopped_by:
-            return  # nodes that leave, one after the other
-        # A supervisor reads all of a run's events, those of before it was stopped and went on, too.
+            return  # the nodes end one after the other, as they should
+        # A supervisor reads all events of a run, also those from before the run was stopped and resumed.
         if (event.end is not None and event.end <= self._begin) or not self._lock.claim(event):
             return
         if self._thread is None:
@@ -108,7 +106,7 @@ class Notifier:
         self._put(message)
 
     def _is_late(self, event: Event) -> bool:
-        """Whether it is of before the run went on, and of a node that could only be asked for it after that."""
+        """Whether a node's event is from before the run was resumed, but could only be read after that."""
         if event.node is None or (event.end is not None and event.end <= self._begin):
             return False
         if attempt := event.get("attempt"):
@@ -118,7 +116,7 @@ class Notifier:
         return self._generations.get(event.node, self._generation) < self._generation
 
     def close(self) -> None:
-        """Tell the end, if the run has one that was not told, and wait a moment for what is under way."""
+        """Report the end of the run, unless that was done, and wait up to `CLOSE_S` for deliveries."""
         if self._run.state in runs.ENDED:
             fields = {"state": self._run.state, "verdict": self._run.verdict}
             with contextlib.suppress(Exception):
@@ -131,7 +129,7 @@ class Notifier:
 
     @property
     def num_waiting(self) -> int:
-        """How many messages are still to be delivered."""
+        """The number of messages not delivered yet."""
         return self._queue.qsize()
 
     def _put(self, message: Message | None) -> None:
@@ -141,7 +139,7 @@ class Notifier:
                 return
             except queue.Full:
                 with contextlib.suppress(queue.Empty):
-                    self._queue.get_nowait()  # the oldest: what comes later says how it is now
+                    self._queue.get_nowait()  # drop the oldest message: newer ones have the current state
 
     def _work(self) -> None:
         while (message := self._queue.get()) is not None:
@@ -155,7 +153,7 @@ class Notifier:
         self._is_done.set()
 
     def _deliver(self, name: str, deliver: Callable[[Message], object], message: Message) -> None:
-        # Where it failed before, one attempt will do: what waits behind it is not to wait for ever.
+        # If this way has failed before, make one attempt only: later messages must not wait long.
         for pause_s in (*(self._pauses_s if name not in self._said else ()), None):
             try:
                 return within(deliver, message, ATTEMPT_S + 1.0)
@@ -173,7 +171,7 @@ class Notifier:
 
 
 def tell_of_end(run: Run) -> None:
-    """Tell how a run has ended that came to no supervisor."""
+    """Send the notification of the end, for a run that ended without a supervisor."""
     from nodekit.inventory.load import restore
 
     asked = restore(run.inventory).notify
@@ -183,7 +181,7 @@ def tell_of_end(run: Run) -> None:
 
 
 def _last_start(run: Run) -> tuple[int, int]:
-    """Where in its file of events a run was started, or went on, the last time; and as which generation."""
+    """Return the offset of the last start or resume in the run's event file, and its generation."""
     found, end = (0, 0), 0
     with contextlib.suppress(OSError), (run.folder / events.FILE).open("rb") as file:
         for line in file:
@@ -194,7 +192,7 @@ def _last_start(run: Run) -> tuple[int, int]:
 
 
 class _Turn:
-    """Whose turn it is to tell, and what was told last: in a file, locked by the one who tells."""
+    """Decides which supervisor sends, and which event it has sent last: in a file that the sender keeps locked."""
 
     def __init__(self, path: Path, begin: int) -> None:
         self._path = path
@@ -203,7 +201,7 @@ class _Turn:
         self._last: dict[str, Any] = {}
 
     def claim(self, event: Event) -> bool:
-        """Whether this event is ours to tell; it is written down that it was."""
+        """Whether to send a message about this event; if so, record it as sent."""
         if self._file is None:
             with contextlib.suppress(OSError):  # a full disk
                 self._file = locks.locked(self._path)
@@ -213,29 +211,29 @@ class _Turn:
                 self._last = dict(json.load(self._file))
         told = self._last.get("end", 0)
         is_old = event.end is not None and event.end <= told
-        # Each supervisor writes one, and a run that goes on after it has ended ends once more.
+        # Each supervisor writes this event; a run that is resumed after its end can end a second time.
         is_again = (
             event.kind == self._last.get("kind") == "run-ended" and self._last.get("begin") == self._begin
         )
         if is_old or is_again:
             return False
         self._last = {"end": event.end or told, "kind": event.kind, "begin": self._begin}
-        with contextlib.suppress(OSError):  # of the same length: that asks no room of a full disk
+        with contextlib.suppress(OSError):  # always the same length, so that it needs no space on a full disk
             os.pwrite(self._file.fileno(), json.dumps(self._last).encode().ljust(_TOLD_BYTES), 0)
         return True
 
     def release(self) -> None:
-        """Let another tell."""
+        """Release the lock, so that another supervisor can send."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def targets(inventory: Inventory) -> dict[str, str]:
-    """Who is told, by the way it takes: a command's words, a webhook's address.
+    """Return what is notified: ``command`` → its words, ``webhook`` → its address.
 
     Raises:
-        KitError: nobody is.
+        KitError: the inventory has no `notify:`.
     """
     if inventory.notify is None:
         raise KitError(
@@ -246,7 +244,7 @@ def targets(inventory: Inventory) -> dict[str, str]:
 
 
 def send_test(inventory: Inventory, text: str) -> dict[str, NotDelivered | None]:
-    """Tell everybody now; for each way, why that failed."""
+    """Send a message to every target now; return target → the error, None if it was delivered."""
     assert inventory.notify is not None
     message = Message(kind="test", run=f"{inventory.name}-test", time=time.time(), text=text)
     problems: dict[str, NotDelivered | None] = {}
