@@ -1,4 +1,4 @@
-"""`kit up --metrics-port`: what a run does as `nodekit_*` metrics, for Prometheus to scrape."""
+"""`kit up --metrics-port`: serves a run's state as `nodekit_*` metrics, for Prometheus to scrape."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 _HISTORY_SHARE = 0.02
-"""Of one core at most goes into going through the events again, however many there are."""
+"""Share of a core that recomputing the history from all events may take at most."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the metrics are served."""
+    """The address and port that metrics are served at."""
 
     port: int
     address: str = LOOPBACK
 
     @property
     def url(self) -> str:
-        """For people and Prometheus."""
+        """The URL for people and Prometheus."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"http://{host}:{self.port}/metrics"
 
 
 def check(place: Place) -> None:
-    """Find out whether they can be served there, before anything is started.
+    """Check, before anything is started, that metrics can be served there.
 
     Raises:
         KitError: the port is taken, or the address is not this machine's.
@@ -77,19 +77,19 @@ class _Server6(_Server):
 
 class _Question(WSGIRequestHandler):
     def log_message(self, *_: Any) -> None:
-        """Print nothing: the screen is the run's."""
+        """Print nothing: the terminal belongs to the run's view."""
 
 
 class MetricsPort(Observer):
     """Serves the metrics of one run until it is over."""
 
     def __init__(self, run: Run, place: Place) -> None:
-        """Begin to serve.
+        """Start serving.
 
         Raises:
-            OSError: it cannot, there.
+            OSError: the address and port cannot be used.
         """
-        from prometheus_client import CollectorRegistry, make_wsgi_app  # 0.1 s, for those who ask
+        from prometheus_client import CollectorRegistry, make_wsgi_app  # 0.1 s, only if wanted
 
         self._run = run
         self._lock = threading.Lock()
@@ -100,34 +100,34 @@ class MetricsPort(Observer):
         registry.register(self)
         server = _Server6 if ":" in place.address else _Server
         self._server = make_server(place.address, place.port, make_wsgi_app(registry), server, _Question)
-        # prometheus_client's own would wait for ever for the question of whoever only connects.
+        # The server loop of prometheus_client would wait forever for the request of a client that only connects.
         self._acceptor = Acceptor(self._server.socket, self._answer, name="metrics")
 
     def _answer(self, connection: socket.socket, address: str, proven: Callable[[], None]) -> None:  # noqa: ARG002
         self._server.finish_request(connection, (address, 0))
 
     def see(self, statuses: Mapping[str, NodeStatus]) -> None:
-        """What each reachable node says of itself."""
+        """Take each reachable node's status."""
         with self._lock:
             self._statuses = dict(statuses)
 
     def event(self, event: Event) -> None:
-        """Kept, to be counted and to tell the goodput from."""
+        """Take an event, for the counters and the goodput."""
         with self._lock:
             self._events.append(event)
 
     def close(self) -> None:
-        """Give the port back."""
+        """Stop serving, and free the port."""
         self._acceptor.close()
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, when Prometheus asks."""
+        """Return all metrics; called at each scrape."""
         with self._lock:
             statuses, events = dict(self._statuses), Counter(event.kind for event in self._events)
         return metrics(self._run, statuses, events, self._history.get() if events else None, now=time.time())
 
     def describe(self) -> Sequence[Metric]:
-        """Nothing ahead of time."""
+        """Return no descriptions: the metrics are known only when they are collected."""
         return ()
 
     def _taken(self) -> list[Event]:
@@ -136,7 +136,7 @@ class MetricsPort(Observer):
 
 
 class _Sparing:
-    """Computes something again only when the time that took is a small share of the time since."""
+    """Caches a value, and recomputes it only if the time that takes is a small share of the time since."""
 
     def __init__(self, compute: Callable[[], History]) -> None:
         self._compute = compute
@@ -145,7 +145,7 @@ class _Sparing:
         self._next = 0.0
 
     def get(self) -> History | None:
-        """What it is, or was a while ago."""
+        """Return the value, which may be some time old."""
         with self._lock:
             if (start := time.monotonic()) >= self._next:
                 self._value = self._compute()
@@ -161,13 +161,13 @@ def metrics(
     *,
     now: float,
 ) -> Iterator[Metric]:
-    """All metrics of a run: pure.
+    """Return all metrics of a run; pure.
 
     Args:
-        run: as it is on record.
-        statuses: of the nodes that can be reached.
-        events: how many of each kind.
-        history: what they add up to.
+        run: its record.
+        statuses: of the reachable nodes.
+        events: kind → number of events.
+        history: computed from the events; None if there are none.
         now: seconds since 1970.
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -212,7 +212,7 @@ def metrics(
 
 
 def _of_progress(statuses: Mapping[str, NodeStatus]) -> Iterator[tuple[str, str, float | None]]:
-    """How far the run is, as the nodes tell: names, help and values."""
+    """Return (name, help text, value) of the metrics of progress, from the nodes' statuses."""
     told = [status for status in statuses.values() if status.get("alive")]
     said = [parse_progress(str(status.get("progress") or "")) for status in told]
     steps = [each["step"] for each in said if each["step"] is not None]
@@ -266,7 +266,7 @@ def _of_nodes(
         up.add_metric(labels, float(bool(status.get("alive"))))
         state.add_metric([*labels, str(status.get("state") or "unknown")], 1.0)
         if not status.get("alive"):
-            continue  # what it said last is of the past
+            continue  # its other values are out of date
         if (told := status.get("progress_time")) is not None:
             since.add_metric(labels, max(0.0, now + run.clock_offsets.get(name, 0.0) - told))
         sample = status.get("usage") or {}
@@ -285,7 +285,7 @@ def _of_nodes(
 
 
 def serve(run: Run, place: Place, say: Callable[[str], None]) -> list[Observer]:
-    """The observer that serves the metrics of a run; none, with a word, where that cannot be any more."""
+    """Return the observer that serves a run's metrics; none, and say so, if the port cannot be used any more."""
     try:
         observer = MetricsPort(run, place)
     except OSError as error:
