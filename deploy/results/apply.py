@@ -1,4 +1,4 @@
-"""`kit test` and `kit predict`: apply trained weights where they lie, of a run by its own code, and show the result."""
+"""`kit test` and `kit predict`: apply trained weights where they are, a run's by its own code, and print the result."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 
 MODULE = "nodekit.training.apply"
 FACTS = "nodekit.json"
-"""In every folder of weights that a run has written."""
+"""Name of a file in each folder of weights that a run has written."""
 _NO_TERMINAL_WIDTH = 10_000
 _SAID_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """The options of `kit test` and `kit predict`."""
 
     weights: str
-    """best or last."""
+    """``best`` or ``last``."""
     timeout_s: float
     json: bool
     data: str | None = None
-    """The task's, in place of those of the run."""
+    """Path of the task's data; None: the run's."""
     ssh: SshOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where weights were found; a folder on this machine has its own name for the node."""
+    """Where weights were found; for a folder on this machine, `node` is its path."""
 
     node: str
     folder: str
@@ -55,14 +55,15 @@ class Place:
 
 
 def find(name: str | None, weights: str) -> Run | Path:
-    """The folder of weights of this name on this machine, or else the run.
+    """Return the folder of weights with this name on this machine, or else the run.
 
     Args:
-        name: the folder, or one with ``best`` and ``last`` in it; or a run's id or its beginning, None for the latest.
-        weights: best or last.
+        name: a folder of weights, or one that contains ``best`` and ``last``; or the beginning of a run's id; None: the
+            latest run.
+        weights: ``best`` or ``last``.
 
     Raises:
-        KitError: there is neither.
+        KitError: there is neither such a folder nor such a run.
     """
     if name is None:
         return find_runs.find(None)
@@ -81,7 +82,7 @@ def find(name: str | None, weights: str) -> Run | Path:
 
 
 def test(source: Run | Path, options: Options) -> int:
-    """Print how good the weights of a run, or in a folder on this machine, are on the task's test data."""
+    """Print the metrics of a run's weights, or those in a folder on this machine, on the task's test data."""
     told = _apply(source, options, ["--test", "--json"])
     if options.json:
         print(as_json(told, indent=2))
@@ -100,7 +101,7 @@ def test(source: Run | Path, options: Options) -> int:
 
 
 def predict(source: Run | Path, texts: Sequence[str], options: Options) -> int:
-    """Print the label of each text, by the weights of a run, or in a folder on this machine."""
+    """Print the label of each text, by a run's weights, or those in a folder on this machine."""
     told = _apply(source, options, ["--predict"], text=json.dumps(list(texts)))
     if options.json:
         print(as_json(told, indent=2))
@@ -110,10 +111,10 @@ def predict(source: Run | Path, texts: Sequence[str], options: Options) -> int:
 
 
 def read_texts(path: str) -> list[str]:
-    """The lines of a UTF-8 file; ``-`` is stdin.
+    """Return the lines of a UTF-8 file; ``-`` means stdin.
 
     Raises:
-        KitError: there is none, or one is empty.
+        KitError: the file cannot be read, has no lines, or has an empty one.
     """
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
@@ -134,7 +135,7 @@ def read_texts(path: str) -> list[str]:
 
 
 def classes_table(told: Mapping[str, Any]) -> Table:
-    """Precision, recall and F1 of each class, and their means."""
+    """Return a table with precision, recall and F1 of each class, and their means."""
     found = _table("", "precision", "recall", "f1", "support")
     means = [
         {"label": f"{name} mean", **told[name], "support": told["num"]} for name in ("macro", "weighted")
@@ -149,7 +150,7 @@ def classes_table(told: Mapping[str, Any]) -> Table:
 
 
 def confusion_table(told: Mapping[str, Any]) -> Table:
-    """A row for each right class, a column for each that was said."""
+    """Return the confusion matrix: a row for each true class, a column for each predicted one."""
     labels = [each["label"] for each in told["classes"]]
     found = _table("true \\ predicted", *labels)
     for label, row in zip(labels, told["confusion"], strict=True):
@@ -158,7 +159,7 @@ def confusion_table(told: Mapping[str, Any]) -> Table:
 
 
 def texts_table(texts: Sequence[Mapping[str, Any]]) -> Table:
-    """Label, probability and text."""
+    """Return a table of label, probability and text."""
     found = _table("label", "probability", "text")
     found.columns[2].justify = "left"
     for each in texts:
@@ -178,7 +179,7 @@ def _table(*columns: str) -> Table:
 def _text(content: str) -> Any:
     from rich.text import Text
 
-    return Text(content)  # as it is: a label may look like rich's markup
+    return Text(content)  # not parsed as rich's markup: a label may look like it
 
 
 def _cells(each: Mapping[str, Any]) -> list[Any]:
@@ -196,10 +197,10 @@ def _print(*parts: Any) -> None:
 def _apply(
     source: Run | Path, options: Options, arguments: Sequence[str], *, text: str = ""
 ) -> dict[str, Any]:
-    """Run the module where the weights are, and take what it prints.
+    """Run the module `nodekit.training.apply` where the weights are, and return what it prints.
 
     Raises:
-        KitError: no node has them, or it fails there.
+        KitError: no node has the weights, or the module fails.
     """
     data = [] if options.data is None else ["--data", options.data]
     with _place(source, options) as (about, place, channel, node):
@@ -234,10 +235,10 @@ def _apply(
 def _place(
     source: Run | Path, options: Options
 ) -> Iterator[tuple[str, Place, HostChannel, Mapping[str, Any]]]:
-    """Where the weights are, in words and as a place, a channel to that host, and the plan of a rank there.
+    """Find the weights; yield a description, their place, a channel to that host, and the plan of its ranks.
 
     Raises:
-        KitError: no node has them.
+        KitError: no node has the weights.
     """
     if isinstance(source, Path):
         place = Place(node=str(source), folder=str(source), step=0)
@@ -253,7 +254,7 @@ def _place(
 
 @contextlib.contextmanager
 def _nodes(run: Run, options: Options) -> Iterator[tuple[Mapping[str, Any], Mapping[str, HostChannel]]]:
-    """The plans of a run's nodes, and channels to those that can be reached."""
+    """Yield the plans of a run's nodes, and channels to the reachable ones."""
     backend = backend_of(run)
     hosts = backend.hosts(run)
     with cluster.channels(list(hosts.values()), options.ssh, some=True) as channels:
@@ -268,7 +269,7 @@ def _nodes(run: Run, options: Options) -> Iterator[tuple[Mapping[str, Any], Mapp
 
 
 def _find(run: Run, nodes: Mapping[str, Any], channels: Mapping[str, HostChannel], weights: str) -> Place:
-    """The newest of a run's weights: a node that was lost may have older ones."""
+    """Return the place of a run's newest weights: a node that was lost may have older ones."""
     there = [name for name in nodes if name in channels]
     places = {name: weights_folders(nodes[name], weights) for name in there}
 
@@ -305,7 +306,7 @@ def _find(run: Run, nodes: Mapping[str, Any], channels: Mapping[str, HostChannel
 
 
 def _step(node: str, path: str, facts: str) -> int:
-    """After which step the weights were written.
+    """Return the step after which the weights were written.
 
     Raises:
         HostError: the file is damaged.

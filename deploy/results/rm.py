@@ -1,4 +1,4 @@
-"""`kit rm`: removes runs, from the nodes first and from the record last, so that nothing is left that nobody knows."""
+"""`kit rm`: removes runs from the nodes first, and then their records, so that no files are left without a record."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Place:
     host: str
     folder: str
     snapshots: str = ""
-    """Where else it keeps snapshots."""
+    """Folder of its snapshots, if they are outside `folder`; else ""."""
     found: Mapping[str, Any] = field(default_factory=dict)
-    """What `removal.list_run` says."""
+    """The answer of `removal.list_run`."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """The same for the same folder, on whichever of the hosts that share it."""
+        """The same for all hosts that share the folder."""
         return (self.found["shared"], "") if self.found["shared"] else (self.host, self.folder)
 
 
 @dataclass
 class Removal:
-    """What there is of a run, and what is against its removal."""
+    """What exists of a run, and why it cannot be removed."""
 
     run: Run
     places: list[Place] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Removal:
     """Hosts that cannot be reached."""
 
     def lines(self, *, keep_snapshots: bool) -> list[str]:
-        """What goes, for people; a folder that several hosts share is told once."""
+        """Return what would be removed, for people; a folder that several hosts share is listed once."""
         lines, told = [f"{self.run.run_id}  {self.run.state}"], set()
         for place in self.places:
             if not place.found["there"] or place.key in told:
@@ -73,10 +73,10 @@ class Removal:
 
 
 def age_s(written: str) -> float:
-    """Seconds, from ``30d``, ``12h`` or ``2w``.
+    """Return the seconds in ``30d``, ``12h`` or ``2w``.
 
     Raises:
-        KitError: it is none of these.
+        KitError: the text has another form.
     """
     found = _AGE.fullmatch(written)
     if not found:
@@ -85,10 +85,10 @@ def age_s(written: str) -> float:
 
 
 def chosen(names: Sequence[str], older_than: str | None) -> tuple[list[Run], list[str]]:
-    """The runs to remove; of a sweep all, where its id is named. And what else there is to say.
+    """Return the runs to remove, all of a sweep if its id is given, and notes for the user.
 
     Raises:
-        KitError: no such run, or nothing was asked for.
+        KitError: there is no such run, or no option selects any.
     """
     if not names and older_than is None:
         raise KitError("kit rm: wanted RUN…, or --older-than 30d; kit runs shows which there are")
@@ -118,7 +118,7 @@ def chosen(names: Sequence[str], older_than: str | None) -> tuple[list[Run], lis
 
 @contextlib.contextmanager
 def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str, HostChannel]]]:
-    """What there is of a run on its hosts, and the channels to them."""
+    """Yield what exists of a run on its hosts, and channels to them."""
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.connect import cluster
     from nodekit.deploy.connect.channel import on_all
@@ -152,8 +152,8 @@ def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str
                 continue
             by_host[host].found = {**found, "shared": shared[host]}
             key = by_host[host].key
-            # A folder is every host's that shares it; what runs is each host's own, and found again only by hosts that
-            # are one machine.
+            # A shared folder belongs to each of its hosts; processes belong to one host, and are listed twice only by
+            # hosts that are the same machine.
             if what := [each for each in found["alive"] if (key, each) not in alive]:
                 alive |= {(key, each) for each in what}
                 is_earlier = host in run.earlier.keys() - run.nodes.keys()
@@ -168,7 +168,7 @@ def looked_at(run: Run, options: SshOptions) -> Iterator[tuple[Removal, dict[str
 
 
 def _not_seen_gone(run: Run, host: str, found: Mapping[str, Any]) -> str:
-    """Why a run that is on record as running may do so on a host whose agent has not been seen to be gone."""
+    """Return why a live run may still run on a host that has no record of its agent's process; "" if it cannot."""
     if run.state not in runs.LIVE or not run.is_led_here or not found["there"] or host in found["agents"]:
         return ""
     return (
@@ -189,10 +189,10 @@ def _arguments(run: Run, place: Place) -> dict[str, Any]:
 def remove(
     removal: Removal, channels: Mapping[str, HostChannel], *, keep_snapshots: bool, keep_record: bool = False
 ) -> None:
-    """Remove a run from its hosts, and then from the record.
+    """Remove a run from its hosts, and then its record.
 
     Raises:
-        KitError: not everything could be removed; the record is still there.
+        KitError: some files could not be removed; the record stays.
     """
     from nodekit.deploy.connect.channel import on_all
 
@@ -217,7 +217,7 @@ def remove(
 
 
 def remove_record(run: Run) -> None:
-    """Remove a run's record: out of sight in one step, then file by file."""
+    """Remove a run's record: rename it away in one step, then delete its files."""
     if run.folder.is_symlink():
         raise KitError(f"{run.folder} is a link, and what it points to may be anybody's; remove it by hand")
     half = record_files.folder().parent / f"removing-{run.run_id}"
@@ -229,10 +229,10 @@ def remove_record(run: Run) -> None:
 
 @contextlib.contextmanager
 def held(run: Run) -> Iterator[None]:
-    """Lock a run against being supervised or resumed while it is being removed.
+    """Hold the locks against supervising or resuming a run while it is being removed.
 
     Raises:
-        KitError: somebody does.
+        KitError: the run is supervised now.
     """
     lock = SupervisorLock(run)
     with locks.starting(Path(run.inventory_path)):
@@ -247,10 +247,10 @@ def held(run: Run) -> Iterator[None]:
 
 
 def remove_sweep(removal: Removal, channels: Mapping[str, HostChannel]) -> None:
-    """With the last run of a sweep goes the code that they shared.
+    """After the last run of a sweep, remove the code that its runs shared.
 
     Raises:
-        KitError: the record of another one cannot be read: it may be running by that code.
+        KitError: the record of another run of the sweep cannot be read; it may still use that code.
     """
     run = removal.run
     sweep_id = run.sweep
