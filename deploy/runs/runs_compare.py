@@ -1,4 +1,4 @@
-"""`kit runs --compare`: the curves of runs over each other, and what differs between them."""
+"""`kit runs --compare`: plots the curves of several runs together, and lists their differences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEIGHT = 12
 
 @dataclass(frozen=True)
 class Compared:
-    """One of the runs."""
+    """One of the runs, with its history."""
 
     run: Run
     history: History
@@ -34,12 +34,12 @@ class Compared:
 
     @property
     def argv(self) -> list[str]:
-        """What each rank runs, as a user writes it."""
+        """The command of each rank, as the user wrote it."""
         job = self.run.inventory.get("job", {})
         return list(self.run.command or job.get("command") or ["-m", "nodekit.training"])
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
-        """Name → points: the training loss, and each metric that was evaluated."""
+        """Return name → (step, value) points: the training loss, and each metric that was evaluated."""
         found: dict[str, list[tuple[float, float]]] = {}
         found["training loss"] = [(each.step, each.value) for each in self.history.losses()]
         for name in self.history.metrics:
@@ -48,7 +48,7 @@ class Compared:
 
 
 def options_of(argv: Sequence[str]) -> dict[str, str]:
-    """The options of a command, with their values; what is none goes into ``command``; pure."""
+    """Split a command into its options and their values; words that are neither go into ``command``; pure."""
     options: dict[str, str] = {}
     rest: list[str] = []
     words = list(argv)
@@ -73,7 +73,7 @@ def _is_number(word: str) -> bool:
 
 
 def differences(compared: Sequence[Compared]) -> dict[str, list[str]]:
-    """What → its value in each run: what was asked for where it differs, and what came of it; pure."""
+    """Return name → its value in each run: settings that differ, and all results; pure."""
     asked = [options_of(each.argv) for each in compared]
     asked = [{**own, **_settings(each.run)} for own, each in zip(asked, compared, strict=True)]
     names = list(dict.fromkeys(name for own in asked for name in own))
@@ -116,7 +116,7 @@ def _or_dash(value: object) -> str:
 
 
 def panels(compared: Sequence[Compared]) -> dict[str, list[Curve]]:
-    """Name → the curves of the runs: the training loss, then accuracy, or else what there is; a few."""
+    """Return name → the curves of all runs: the training loss first, then accuracy, then the rest."""
     curves = [each.curves() for each in compared]
     names = list(dict.fromkeys(name for own in curves for name in own))
     names.sort(key=lambda name: (name != "training loss", name != "accuracy", name != "loss"))
@@ -127,7 +127,7 @@ def panels(compared: Sequence[Compared]) -> dict[str, list[Curve]]:
 
 
 def show(compared: Sequence[Compared]) -> None:
-    """Draw the first curves and print what differs, as wide as the terminal."""
+    """Plot the first two panels, and print the differences, as wide as the terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -161,7 +161,7 @@ def show(compared: Sequence[Compared]) -> None:
 
 
 def to_json(compared: Sequence[Compared]) -> str:
-    """All of it for programs."""
+    """Return the comparison as JSON."""
     told = [
         {
             **runs.public(each.run),
@@ -179,10 +179,10 @@ def to_json(compared: Sequence[Compared]) -> str:
 
 
 def read(names: Sequence[str], options: SshOptions) -> list[Compared]:
-    """The runs, each with its events; one that Slurm has is asked for at its login node.
+    """Read the runs and their events; those of a Slurm run come from its login node.
 
     Raises:
-        KitError: fewer than two, or too many, or none on record.
+        KitError: a run is not on record, or there are fewer than two runs, or too many.
     """
     found = list({run.run_id: run for run in map(find_runs.find, names)}.values())
     if not 2 <= len(found) <= MAX_RUNS:

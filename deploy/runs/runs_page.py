@@ -1,4 +1,4 @@
-"""`kit runs --compare --html`: one page with nothing to load, curves as SVG, for light and dark, screen and paper."""
+"""`kit runs --compare --html`: a self-contained page with curves as SVG, in light and dark, for screen and paper."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ th, td { text-align: left; padding: .25rem 1rem .25rem 0; border-bottom: 1px sol
 
 
 def page(compared: Sequence[Compared]) -> str:
-    """The page."""
+    """Return the comparison as an HTML page."""
     from nodekit.deploy.runs.runs_compare import differences, panels
 
     names = [each.run.run_id for each in compared]

@@ -1,4 +1,4 @@
-"""`kit runs`: a table of the runs on record, from what is on this machine."""
+"""`kit runs`: a table of the runs on record, made only from files on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nodekit.deploy.story.event_text import metric
 from nodekit.inventory.errors import KitError
 
 LEFT = "left"
-"""On record as running, and nobody looks after it."""
+"""The state of a run that is on record as running, but has no supervisor."""
 _STYLES = {"succeeded": "green", "running": "cyan", "starting": "cyan", "failed": "red", LEFT: "yellow"}
 _HEAD = ("run", "started", "took", "nodes", "step", "best", "goodput", "state", "verdict")
 _NUMBERS = ("took", "nodes", "step", "goodput")
@@ -25,23 +25,23 @@ HOW_TO_TELL = (
     "~ is guessed from what rank 0 printed; what it writes to $NODEKIT_PROGRESS_FILE, as 37/100, is its step"
 )
 _GIVEN_UP = ("goodput", "took", "best", "nodes", "started")
-"""Columns that a narrow terminal does without, the first ones first."""
+"""Columns that a narrow terminal omits, in this order."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of a run."""
+    """One run's row in the table."""
 
     run: runs.Run
     state: str
-    """The record's, or `LEFT`."""
+    """The record's state, or `LEFT`."""
     numbers: dict[str, Any]
-    """The fields of its summary."""
+    """The fields of the run's summary."""
     headline: tuple[str, float] | None
 
     @property
     def verdict(self) -> str:
-        """How it ended, in a line; of one that is left, what to do."""
+        """How the run ended, in a line; if its state is `LEFT`, what to do."""
         if self.state == LEFT:
             again = resume_command(self.run)
             return f"nobody looks after it: {again} does again, kit down {self.run.run_id} stops it"
@@ -49,7 +49,7 @@ class Row:
         return "  ".join(filter(None, [self.run.sweep_values, self.run.verdict, problem]))
 
     def cells(self) -> dict[str, str]:
-        """One for each column, as text."""
+        """Return the text of each column."""
         run, step, total = self.run, self.numbers.get("step"), self.numbers.get("total_steps")
         goodput = self.numbers.get("goodput")
         guessed = guess.brief(self.numbers.get("guess"))
@@ -67,7 +67,7 @@ class Row:
 
 
 def row(run: runs.Run) -> Row:
-    """What is known of a run here."""
+    """Return a run's row, from its files on this machine."""
     from nodekit.deploy.story.summary import summary
 
     found = summary(run)
@@ -76,17 +76,17 @@ def row(run: runs.Run) -> Row:
 
 
 def is_left(run: runs.Run) -> bool:
-    """Whether a run is on record as running here, and no process is that starts or supervises it."""
+    """Whether a run is on record as running here, but no process starts or supervises it."""
     if run.state not in runs.LIVE or not run.is_led_here:
         return False
     return not (locks.is_supervised(run) or locks.is_held(locks.starting_lock(run)))
 
 
 def chosen(found: Sequence[runs.Run], name: str | None, last: int | None) -> list[runs.Run]:
-    """Those of an inventory file, or whose id begins so; of these the last ones.
+    """Return the runs of an inventory file, or whose id begins with `name`; of these the last `last`.
 
     Raises:
-        KitError: none of those on record.
+        KitError: no run on record matches.
     """
     find_runs.check_id(name)
     if name:
@@ -103,14 +103,14 @@ def chosen(found: Sequence[runs.Run], name: str | None, last: int | None) -> lis
 
 
 def text(rows: Sequence[Row]) -> str:
-    """The table as plain text, for files and pipes."""
+    """Format the table as plain text, for files and pipes."""
     lines = [dict(zip(_HEAD, _HEAD, strict=True)), *(each.cells() for each in rows)]
     widths = {name: max(len(line[name]) for line in lines) for name in _HEAD}
     return "\n".join("  ".join(line[name].ljust(widths[name]) for name in _HEAD).rstrip() for line in lines)
 
 
 def show(rows: Sequence[Row]) -> None:
-    """The table in a terminal: as wide as that, with colours."""
+    """Print the table in colour, fitted to the terminal's width."""
     if not rows:
         return
     from rich.table import Table
@@ -140,12 +140,12 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def public(each: Row) -> dict[str, Any]:
-    """What ``--json`` tells of a run."""
+    """Return a run's entry in the output of ``--json``."""
     return {**runs.public(each.run), "state": each.state, **each.numbers}
 
 
 def duration(seconds: float) -> str:
-    """``31 s``, ``12 min``, ``3.4 h``, ``2.1 d``."""
+    """Format seconds: ``31 s``, ``12 min``, ``3.4 h``, ``2.1 d``."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     if seconds < 99.5 * 60:
