@@ -1,4 +1,4 @@
-"""`kit shell`: one command on many hosts at once, each over a channel of its own, so that none waits for another."""
+"""`kit shell`: runs a command on many hosts at once, each over its own channel, so that none waits for another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nodekit.inventory.errors import HostError, KitError
 from nodekit.inventory.schema import Host, Inventory
 
 GRACE_S = 3.0
-"""From Ctrl-C on, how long a command has to end by itself."""
+"""Seconds that a command has after Ctrl-C to end by itself."""
 _QUEUE_PARTS = 64
 _TAKEN_AT_ONCE = 4
 
@@ -36,27 +36,27 @@ class Lines:
 
 @dataclass(frozen=True)
 class Ended:
-    """How it ended on one host."""
+    """The end of the command on one host."""
 
     host: str
     status: int | None = None
-    """The command's exit status, negative for a signal; None: not known, and `problem` says why."""
+    """The exit status, negative for a signal; None: unknown, and `problem` says why."""
     problem: str = ""
-    """What went wrong, besides the status: not reached, out of time, processes that could not be ended."""
+    """What went wrong besides the status: host unreachable, timeout, processes that could not be ended."""
 
     @property
     def is_good(self) -> bool:
-        """Whether the command ran and says that all is well."""
+        """Whether the command ran and exited with status 0."""
         return self.status == 0 and not self.problem
 
 
 class Commands:
-    """A command that runs on hosts. Use as a context: at its end nothing of it runs any more.
+    """A command that runs on several hosts. Use it as a context manager: on exit, it has ended on all of them.
 
-    Meanwhile Ctrl-C ends the command on all hosts, and a second one the waiting for that.
+    Within the block, the first Ctrl-C ends the command on all hosts, and a second one stops waiting for that.
 
     Attributes:
-        was_interrupted: whether there was a Ctrl-C.
+        was_interrupted: whether Ctrl-C was pressed.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Commands:
         self._is_over = self.was_interrupted = False
         self._handlers: dict[int, Any] = {}
         self._waiting_for = set(self._hosts)
-        # Bounded: who reads slowly slows the commands down, instead of filling the memory here.
+        # Bounded: if output is read slowly, the commands are slowed down instead of filling the memory here.
         self._events: queue.Queue[Lines | Ended] = queue.Queue(_QUEUE_PARTS)
 
     def __enter__(self) -> Commands:
-        # No exception: it could come between an event's being taken and its being told.
+        # The handler raises nothing: an exception could lose an event between taking it and yielding it.
         self._handlers = {
             each: signal.signal(each, self._interrupt) for each in (signal.SIGINT, signal.SIGTERM)
         }
@@ -89,10 +89,10 @@ class Commands:
             channels = dict(self._channels)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        on_all(channels, HostChannel.close)  # a server whose channel ends, ends what it runs
+        on_all(channels, HostChannel.close)  # with its channel, a server ends its commands
 
     def events(self) -> Iterator[Lines | Ended]:
-        """What is said and how it ends, as it comes, until it has ended on all hosts."""
+        """Yield output and ends in the order of arrival, until the command has ended on all hosts."""
         while self._waiting_for:
             event = self._events.get()
             if isinstance(event, Ended):
@@ -105,7 +105,7 @@ class Commands:
         if self.was_interrupted:
             raise KeyboardInterrupt
         self.was_interrupted = True
-        threading.Thread(target=self._end, daemon=True).start()  # a handler must not wait for a lock
+        threading.Thread(target=self._end, daemon=True).start()  # a signal handler must not wait for a lock
 
     def _end(self) -> None:
         with self._lock:
@@ -113,7 +113,9 @@ class Commands:
             channels = dict(self._channels)
 
         def end(channel: HostChannel) -> None:
-            with contextlib.suppress(HostError):  # a lost channel is told by the call that runs the command
+            with contextlib.suppress(
+                HostError
+            ):  # a lost channel is reported by the call that runs the command
                 channel.call(
                     "hostshell.end", timeout_s=GRACE_S + 10, number=int(signal.SIGINT), grace_s=GRACE_S
                 )
@@ -128,7 +130,7 @@ class Commands:
         except HostError as error:
             self._events.put(Ended(host.name, problem=str(error.problem)))
             return
-        except Exception as error:  # it must not leave the others waiting
+        except Exception as error:  # the other hosts must not wait for this one
             self._events.put(Ended(host.name, problem=f"{type(error).__name__}: {error}"))
             return
         with self._lock:
@@ -148,7 +150,7 @@ class Commands:
                 return
             stream, text = part
             data = text.encode("utf-8", "surrogateescape")
-            whole = data.rfind(b"\n") + 1  # of what is new: a line may be gigabytes long
+            whole = data.rfind(b"\n") + 1  # search only the new part: a line may be gigabytes long
             if whole:
                 self._events.put(Lines(channel.host, stream, bytes(rest[stream]) + data[:whole]))
                 rest[stream].clear()
@@ -174,10 +176,10 @@ class Commands:
 
 
 def pick(inventory: Inventory, hostlist: str | None) -> tuple[Host, ...]:
-    """The hosts of an inventory that a hostlist names, in the inventory's order; all without one.
+    """Return the hosts of an inventory that a hostlist names, in the inventory's order; all if it is None.
 
     Raises:
-        KitError: it has none of that name, or no hosts at all.
+        KitError: the inventory lacks one of them, or has no hosts at all.
     """
     if not inventory.hosts:
         raise KitError(
@@ -201,10 +203,10 @@ def pick(inventory: Inventory, hostlist: str | None) -> tuple[Host, ...]:
 
 
 def fold(names: Sequence[str]) -> str:
-    """Names as a hostlist: ``gpu[1-3],login``."""
+    """Fold names into a hostlist: ``gpu[1-3],login``."""
     from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
     try:
         return str(NodeSet.fromlist(list(names), resolver=RESOLVER_NOGROUP))
-    except NodeSetException:  # a name that it would read otherwise, as that of an IPv6 address
+    except NodeSetException:  # ClusterShell parses some names otherwise, such as IPv6 addresses
         return ",".join(names)

@@ -1,4 +1,4 @@
-"""What `kit shell` shows: each line behind its host's name, and in the end how it ended, hosts alike together."""
+"""The output of `kit shell`: each line with its host's name, and at the end the results, grouped by equal ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from nodekit.deploy.output.terminal import harmless
 from nodekit.deploy.shell.shell import Ended, Lines, fold
 
-_COLOURS = (36, 35, 32, 33, 34, 91, 96, 95)  # those of deploy/screen/view.py
+_COLOURS = (36, 35, 32, 33, 34, 91, 96, 95)  # as in deploy/screen/view.py
 _PLAIN, _GOOD, _BAD = "\x1b[0m", "\x1b[32m", "\x1b[1;31m"
 
 
 class Prefixes:
-    """Puts hosts' names before lines."""
+    """Puts the host's name before each line."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         width = max(map(len, hosts), default=0)
@@ -24,10 +24,10 @@ class Prefixes:
         }
 
     def apply(self, lines: Lines, *, is_terminal: bool, colour: bool) -> bytes:
-        """The lines as they are shown.
+        """Return lines with their prefix.
 
-        A terminal gets of a line that was written over itself, as a progress bar, the last state, as it would have
-        been left standing, and no escape sequences but colours; a file gets all of it.
+        On a terminal, only the last state of a line that overwrites itself, such as a progress bar, is shown, and
+        escape sequences other than colours are removed; a file gets everything.
         """
         prefix = (self._coloured if colour else self._plain)[lines.host]
         shown = []
@@ -42,7 +42,7 @@ class Prefixes:
 
 
 def summary(ended: Iterable[Ended], *, colour: bool) -> str:
-    """How it ended: a line for each way, with the hosts it was so on."""
+    """Summarize the results: a line for each kind of end, with the hosts that it occurred on."""
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for each in ended:
         groups.setdefault((not each.is_good, _status(each), each.problem), []).append(each.host)
