@@ -1,4 +1,4 @@
-"""TensorBoard for `kit board`: here, over a copy of the runs' curves, or on a node, through a tunnel."""
+"""TensorBoard for `kit board`: here, from a copy of the runs' event files, or on a node, through a tunnel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HERE = "this machine"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """The options of `kit board`."""
 
     run_ids: tuple[str, ...] = ()
     port: int | None = None
@@ -49,7 +49,7 @@ class Options:
 
 
 def board(options: Options) -> int:
-    """Show the curves until Ctrl-C; the exit status."""
+    """Show the curves until Ctrl-C; return the exit status."""
     from nodekit.deploy.output.interrupts import sigterm_interrupts
 
     chosen = find(options.run_ids)
@@ -69,10 +69,10 @@ def board(options: Options) -> int:
 
 
 def find(run_ids: Sequence[str]) -> list[Run]:
-    """The runs that are meant, each once; those of a sweep by its id.
+    """Return the runs with these ids, each once; a sweep's id stands for all of its runs.
 
     Raises:
-        KitError: there is none of that name.
+        KitError: there is no such run.
     """
     found: dict[str, Run] = {}
     for run_id in run_ids or (None,):
@@ -82,10 +82,10 @@ def find(run_ids: Sequence[str]) -> list[Run]:
 
 
 def free_port(asked: int | None) -> int:
-    """The port that is asked for, or TensorBoard's own, or any, which nobody has.
+    """Return the port that is asked for, or else TensorBoard's default, or else any free one.
 
     Raises:
-        KitError: the one that is asked for is taken.
+        KitError: the port that is asked for is taken.
     """
     if asked is not None and not 1 <= asked <= 65535:
         raise KitError(f"kit board --port {asked}: a port is a number from 1 to 65535")
@@ -106,8 +106,8 @@ def free_port(asked: int | None) -> int:
 
 
 def argv(python: str, logdir: Sequence[str], port: int) -> list[str]:
-    """What starts TensorBoard on a machine's loopback: pure."""
-    # Its fast reader shows points of steps that were done again, where a run went on meanwhile.
+    """Return the command that starts TensorBoard on a machine's loopback address; pure."""
+    # Its fast loader would show points of steps that a resumed run has repeated.
     more = ["--host", "127.0.0.1", "--port", str(port), "--reload_interval", "3", "--load_fast", "false"]
     return [python, "-m", "tensorboard.main", *logdir, *more]
 
@@ -147,7 +147,7 @@ def _here(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], port: int) -> 
 
 
 def line(mirror: Mirror) -> str:
-    """Whose curves of a run are shown, and what is in the way of newer ones: pure."""
+    """Return a line that says from which node a run's curves are, and why there are no newer ones; pure."""
     why = "".join(f"\n  {problem}" for problem in mirror.problems.values())
     run = mirror.run
     if mirror.node is None or mirror.synced is None:
@@ -217,10 +217,10 @@ def _there(stack: contextlib.ExitStack, mirrors: Sequence[Mirror], on: str | Non
 
 
 def logdir(folders: Mapping[str, str]) -> list[str]:
-    """Runs and their folders, as TensorBoard is told them: pure.
+    """Return TensorBoard's option for the runs' folders; pure.
 
     Raises:
-        KitError: it has no way to say that.
+        KitError: TensorBoard cannot be given these folders.
     """
     odd = [folder for folder in folders.values() if set(",:") & set(folder)]
     if odd and len(folders) > 1:
@@ -233,7 +233,7 @@ def logdir(folders: Mapping[str, str]) -> list[str]:
 
 
 class _Server:
-    """TensorBoard at the other end of a channel, which it does not outlive."""
+    """TensorBoard at the other end of a channel; it ends with the channel."""
 
     def __init__(self, channel: HostChannel, argv: Sequence[str]) -> None:
         self._channel = channel
@@ -258,15 +258,15 @@ class _Server:
         self.ended.set()
 
     def problem(self) -> Exception:
-        """Why it ended."""
+        """Return why TensorBoard ended."""
         assert self._why is not None
         return self._why
 
     def wait(self, port: int, tunnel: Tunnel | None = None) -> None:
-        """Until it answers at a port of this machine.
+        """Wait until TensorBoard answers at a port of this machine.
 
         Raises:
-            KitError: it does not.
+            KitError: it has ended, or does not answer in time.
         """
         deadline = time.monotonic() + READY_TIMEOUT_S
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

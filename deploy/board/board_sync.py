@@ -1,4 +1,4 @@
-"""Keeps a copy of a run's TensorBoard files here: of the node where rank 0 writes them, so that no curve is double."""
+"""Copies a run's TensorBoard files here, from the node where rank 0 writes them only, so that no curve shows twice."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from nodekit.inventory.schema import Host
 
 CHUNK_BYTES = 1 << 20
 SLACK_S = 150.0
-"""A script may let two minutes pass between its writes."""
+"""Allowance for pauses: a script may write only every two minutes."""
 RETRY_S = 30.0
 _ATTEMPT = re.compile(r"\.attempt(\d+)\.(\d+)$")  # as nodekit.training.reporting.event_files names them
-LOGIN = "login"  # what a Slurm run's login node is called among the hosts
+LOGIN = "login"  # name of a Slurm run's login node among the hosts
 NOTE = "from.json"
-OWN = "tensorboard"  # the folder where the training module has them
+OWN = "tensorboard"  # name of the folder that the training module writes them to
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Held:
     files: Mapping[str, int]
     """Path below the node's output folder → size."""
     attempt: tuple[int, int]
-    """The last one that a file is of, where their names say that."""
+    """The newest attempt in the files' names; (-1, -1) if the names have none."""
     newest: float
-    """When one was written last, by our clock."""
+    """When a file was last written, by this machine's clock."""
 
 
 def held(listed: Sequence[Sequence[Any]], *, clock_offset: float) -> Held | None:
-    """What a host lists, without what is no name of a file below its folder; None where there is nothing."""
+    """Return what a host has listed, without paths outside its folder; None if there are no files."""
     there = {str(path): (int(size), float(changed)) for path, size, changed in listed if _is_below(str(path))}
     if not there:
         return None
@@ -65,11 +65,11 @@ def _is_below(path: str) -> bool:
 
 
 def choose(found: Mapping[str, Held], current: str | None) -> str | None:
-    """The node whose files are the run's: rank 0 writes there, or did last; the first of those that seem to be.
+    """Return the node whose files are the run's: rank 0 writes there, or did last; the first one if several might.
 
     Args:
-        found: node → its files, in the order of node ranks.
-        current: whose files are shown; it stays that where all do as well.
+        found: node → its files, ordered by node rank.
+        current: the node that is shown now, which is kept if it is as good as any other.
     """
     if not found:
         return None
@@ -81,43 +81,43 @@ def choose(found: Mapping[str, Held], current: str | None) -> str | None:
 
 
 class Mirror:
-    """The copy of one run's files, below the run's record."""
+    """The copy of one run's files, in the folder of the run's record."""
 
     def __init__(self, run: Run, ssh: SshOptions) -> None:
-        """Nothing is asked of any host before `look`."""
+        """Prepare; no host is contacted before `look`."""
         self.run = run
         self.folder = run.folder / "tensorboard"
         self.node: str | None = None
-        """Whose files they are."""
+        """The node that the copied files are from."""
         self.synced: float | None = None
-        """When it was last known to be all there is, in seconds since 1970."""
+        """When the copy was last known to be complete, in seconds since 1970."""
         self.found: dict[str, Held] = {}
         self.places: dict[str, str] = {}
         """Node → its output folder."""
         self.plans: Mapping[str, Mapping[str, Any]] = {}
         """Node → its plan."""
         self.problems: dict[str, str] = {}
-        """Node → why it could not be looked at."""
+        """Node → why its files could not be listed or read."""
         self.channels: dict[str, HostChannel] = {}
         self._ssh = ssh
         self._closed_at: dict[str, float] = {}
         self._is_complete = False
-        self._turn = 0  # how often another node has come to be the one
+        self._turn = 0  # how often the source of the copy has changed to another node
         self._lock: IO[str] | None = None
         self._read_note()
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can come."""
+        """Whether the run has ended and its files are copied."""
         return self.run.state in runs.ENDED and not self.problems and self._is_complete
 
     def look(self) -> None:
-        """Find out which node has the files; those that cannot be reached are in `problems`."""
+        """Find out which node has the files; nodes that cannot be reached are in `problems`."""
         with contextlib.suppress(KitError):
             self.run.reload()
         clock = self.run.clock_offsets
         nodes = self.plans = self._nodes()
-        if LOGIN in self.channels and LOGIN not in nodes:  # it has answered; a node may have that name
+        if LOGIN in self.channels and LOGIN not in nodes:  # it has answered; a node may have this name, too
             self.problems.pop(LOGIN, None)
         self.places = {name: weights_folders(node, "")[0].rstrip("/") for name, node in nodes.items()}
         reached = [name for name in nodes if name in self.channels]
@@ -136,7 +136,7 @@ class Mirror:
             if (there := held(result, clock_offset=clock.get(name, 0.0))) is not None:
                 self.found[name] = there
         chosen = choose(self.found, self.node)
-        # A node that cannot be seen may have more than those that can.
+        # An unreachable node may have newer files than the others.
         if chosen not in (None, self.node) and (
             self.node not in self.problems or self._is_newer(str(chosen))
         ):
@@ -144,11 +144,11 @@ class Mirror:
             self.node = chosen
 
     def sync(self) -> None:
-        """`look`, and bring the copy up to date; what goes wrong, on a host or here, is in `problems`."""
+        """Call `look`, and update the copy; errors, on a host or here, are in `problems`."""
         self._is_complete = False
         try:
             self.look()
-        except KitError as error:  # a Slurm run's login node
+        except KitError as error:  # the login node of a Slurm run failed
             self.problems = {LOGIN: str(error)}
             return
         self._is_complete = True
@@ -176,14 +176,14 @@ class Mirror:
         on_all({str(id(channel)): channel for channel in channels.values()}, HostChannel.close)
 
     def _is_newer(self, node: str) -> bool:
-        """Whether a node's files are newer than the copy of those of one that cannot be seen."""
+        """Whether a node's files are newer than the copy, which is from an unreachable node."""
         own = [_ATTEMPT.search(name) for name in self._copied()]
         attempts = [(int(found[1]), int(found[2])) for found in own if found]
         there = self.found[node]
         return there.attempt > max(attempts, default=(-1, -1)) or there.newest > (self.synced or 0.0)
 
     def _nodes(self) -> Mapping[str, Mapping[str, Any]]:
-        """The plans of the run's nodes, with channels to those that can be reached."""
+        """Return the plans of the run's nodes; opens channels to the reachable ones."""
         backend = backend_of(self.run)
         hosts = backend.hosts(self.run)
         self._open(hosts)
@@ -214,8 +214,8 @@ class Mirror:
         self._closed_at[name] = time.monotonic()
         channel = self.channels.get(name)
         if channel is None or not channel.is_lost:
-            return  # there was none, or what went wrong was something else: it is asked again
-        # Nodes of a Slurm job have one channel together.
+            return  # there is no channel, or it still works: try again next time
+        # Nodes of a Slurm job share one channel.
         self.channels = {other: each for other, each in self.channels.items() if each is not channel}
         with contextlib.suppress(OSError, KitError):
             channel.close()
@@ -223,7 +223,7 @@ class Mirror:
     # --- the copy ---
 
     def _is_ours(self) -> bool:
-        """Whether this is the process that copies: of two, the other only shows."""
+        """Whether this process writes the copy: of several, the others only show it."""
         if self._lock is None:
             make_private(self.folder)
             self._lock = locks.locked(self.folder / "lock")
@@ -240,7 +240,7 @@ class Mirror:
             self.node, self.synced, self._turn = noted["node"], noted["time"], noted["turn"]
 
     def _copied(self) -> dict[str, int]:
-        """The files of the copy, by their path below it, with their sizes."""
+        """Return path → size of the copied files."""
         return {
             str(path.relative_to(self.folder)): path.stat().st_size
             for path in self.folder.rglob("*tfevents*")
@@ -251,12 +251,12 @@ class Mirror:
         wanted = {own_name(path, self._turn): (path, size) for path, size in files.items()}
         copied = self._copied()
         for name in copied.keys() - wanted.keys():
-            # Not removed: a TensorBoard that reads it would not go on to the next one.
+            # Truncated, not removed: a TensorBoard that reads the file would not continue with the next one.
             os.truncate(self.folder / name, 0)
         for name, (path, size) in sorted(wanted.items()):
             own = self.folder / name
             have = copied.get(name, 0)
-            if have > size:  # steps that were done again are cut off there
+            if have > size:  # repeated steps were cut off on the node
                 os.truncate(own, size)
             make_private(own.parent)
             with open(own, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
@@ -272,14 +272,14 @@ class Mirror:
                         )
                     )
                     if not data:
-                        break  # cut off meanwhile: the next time
+                        break  # it was truncated meanwhile: copy the rest next time
                     file.write(data)
                     have += len(data)
 
 
 def own_name(path: str, turn: int) -> str:
-    """Where the copy has a file of a node's: TensorBoard reads by name, and the next node's come later."""
-    pure = PurePosixPath(path)  # of which no part is empty: no absolute path is left below
+    """Return the path of a node's file in the copy; prefixed by `turn`, as TensorBoard reads files by name."""
+    pure = PurePosixPath(path)  # empty parts are dropped, so the path stays below the copy
     if pure.parts[0] == OWN and len(pure.parts) > 1:
         pure = pure.relative_to(OWN)
     return str(pure.with_name(f"{turn:04d}.{pure.name}"))
