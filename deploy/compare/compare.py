@@ -1,4 +1,4 @@
-"""`kit compare`: the same training by every engine on this machine, one after the other, measured."""
+"""`kit compare`: runs the same training with every engine on this machine, one after the other, and measures it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOOK = "from nodekit.deploy.compare.compare import look; look()"
 _LOOK_S = 300.0
 _LOOK_EVERY_S = 0.25
 _END_S = 15.0
-_BUSY = 0.3  # of the cores
+_BUSY = 0.3  # share of the cores; above this load, warn
 _MARK = "NODEKIT_COMPARE"
 _NO_TERMINAL_WIDTH = 200
 _WORDED = re.compile(r"^python -m nodekit\.training: (.+)$", re.MULTILINE)
@@ -45,23 +45,23 @@ _RAISED = re.compile(r"^(?:\[?rank\d+\]?: ?)?([\w.]*(?:Error|Exception)\b.*)$", 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line of `kit compare` says."""
+    """The options of `kit compare`."""
 
     engines: str | None = None
-    """Comma-separated names; default: all."""
+    """Comma-separated names; None: all."""
     table: str | None = None
-    """A name of `compare_plan.TABLES`, in place of engines."""
+    """A name in `compare_plan.TABLES`, instead of engines."""
     nproc: str | None = None
     """Comma-separated numbers of ranks."""
     arguments: tuple[str, ...] = ()
     """Arguments of the training module, for every run."""
     output: Path | None = None
     timeout_s: float = TIMEOUT_S
-    """For each run."""
+    """Time limit of each run, in seconds."""
 
 
 def compare(options: Options) -> int:
-    """Run all of them; the exit status is 3 if one failed."""
+    """Run all of them; return 3 if one failed, else 0."""
     if importlib.util.find_spec("torch") is None:
         raise KitError(
             f"kit compare trains on this machine, and {sys.executable} has no torch: pip install torch scikit-learn"
@@ -113,13 +113,13 @@ def compare(options: Options) -> int:
 
 
 class Comparison:
-    """Executes the runs one after the other; `rows` has those that have ended."""
+    """Executes the runs one after the other; `rows` has the results so far."""
 
     def __init__(self, folder: Path, arguments: Sequence[str], machine: Machine, timeout_s: float) -> None:
 
         self.rows: list[Row] = []
         self.is_running = False
-        """Whether there may be processes of a run."""
+        """Whether processes of a run may exist."""
         self._folder = folder
         self._arguments = arguments
         self._machine = machine
@@ -127,7 +127,7 @@ class Comparison:
         self._console = terminal.console(highlight=False, soft_wrap=True)
 
     def run(self, reasons: Mapping[Run, str | None]) -> None:
-        """Execute the runs that have no reason against them."""
+        """Execute the runs that have no reason against them, and add a row for each."""
         plan = [run for run, reason in reasons.items() if not reason]
         width = max(len(str(run)) for run in reasons)
         took: list[float] = []
@@ -146,7 +146,7 @@ class Comparison:
             self._console.print(f"{str(run).ljust(width)}  {said}", markup=False)
 
     def _train(self, run: Run, at: str) -> Row:
-        """One run to its end, with its log, result and metrics in the folder."""
+        """Execute one run; its log, result and metrics go to the folder."""
         log = self._folder / f"{run.file}.log"
         started_s = time.monotonic()
         with (
@@ -164,7 +164,7 @@ class Comparison:
                 self.is_running = True
                 process = subprocess.Popen(
                     argv, env={**environ, **told}, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-                    start_new_session=True,  # Ctrl-C is for this process, which then ends the run
+                    start_new_session=True,  # Ctrl-C reaches only this process, which then ends the run
                 )  # fmt: skip
                 try:
                     while process.poll() is None and time.monotonic() < started_s + self._timeout_s:
@@ -199,10 +199,10 @@ class Comparison:
 
 
 def conclude(rows: Sequence[Row], folder: Path, *, what: str, where: str, remark: str = "") -> None:
-    """Print the table, and keep it as CSV and as a chart.
+    """Print the table, and write it as CSV and as a chart.
 
     Raises:
-        NotWritten: the disk is full, or gone; the table has been printed.
+        NotWritten: a file cannot be written; the table has been printed by then.
     """
     if not rows:
         return
@@ -242,7 +242,7 @@ def last_error(log: str) -> str:
 
 
 def look() -> None:
-    """Check the task and describe this machine. Runs in a process of its own, as torch is slow to import."""
+    """Check the task, and print facts of this machine; runs in its own process, as torch is slow to import."""
     import torch
 
     from nodekit.training.options.arguments import parse
@@ -259,10 +259,10 @@ def look() -> None:
 
 
 def _look_at_machine(arguments: Sequence[str]) -> Machine:
-    """Check the task and its data, and return this machine.
+    """Check the task and its data, and return facts of this machine.
 
     Raises:
-        WrongUsage: they are not.
+        WrongUsage: the task or its data cannot be used.
     """
     try:
         done = subprocess.run(
@@ -298,7 +298,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
                 process.wait(_END_S)
     finally:
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # the process has ended, or is another user's
                 if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
         process.wait()

@@ -12,11 +12,11 @@ from nodekit.deploy.compare.compare_report import Row, base_of, minutes, shown_r
 from nodekit.deploy.output.wording import count
 
 _WIDTH, _LEFT, _RIGHT = 960, 150, 360
-"""Of the drawing, of the names, of what stands behind the bars; in pixels."""
+"""Widths in pixels: of the drawing, of the names, and of the labels to the right of the bars."""
 _ROW = 24
 _LINE_WIDTH = 140
-"""Characters of a line of small text."""
-# Okabe and Ito's blue, and the same paler.
+"""Characters per line of small text."""
+# Okabe and Ito's blue, and a paler one.
 _TRAINING, _REST = "#0072B2", "#9CCBE5"
 _STYLE = (
     "text { font: 13px system-ui, sans-serif; fill: #222 } .title { font-size: 16px; "

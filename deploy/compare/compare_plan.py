@@ -1,4 +1,4 @@
-"""The runs of a comparison: engines, numbers of ranks, reasons against a run, commands. Pure."""
+"""The plan of a comparison: engines, numbers of ranks, reasons against a run, commands; pure."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ VARIANTS = {
     "fp16": ("--amp", "fp16"),
     "spawn": ("--launcher", "spawn"),
 }
-"""What may stand after an engine's name: ``deepspeed:3``, ``ddp:spawn:bf16``."""
+"""Suffixes of an engine's name → options: ``deepspeed:3``, ``ddp:spawn:bf16``."""
 TABLES = {
     "seeds": (
         *("single", "dp", "ddp", "ddp:spawn", "ddp:spawn:fp16"),
         *("horovod", "deepspeed", "accelerate", "fabric", "trainer"),
     )
 }
-"""Ready lists of ways for ``--table``: `seeds` is the table of the Chinese tutorials that kit began with."""
+"""Values of ``--table`` → engines: `seeds` is the table of the Chinese tutorials that kit began with."""
 _TABLE_TASK = "text"
-"""What the tutorials train: sentences of six emotions."""
+"""The tutorials' task: sentences of six emotions."""
 
 _OURS = {
     "--engine": "name engines by --engines",
@@ -42,7 +42,7 @@ _OURS = {
     "--nproc-per-node": "give --nproc",
     "--output": "give -o",
 }
-_OF_A_JOB = (  # variables of a job's ranks, in case we run in one
+_OF_A_JOB = (  # variables of a job's ranks, in case kit compare runs in one
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
     "NODEKIT_SNAPSHOT_DIR", "NODEKIT_SNAPSHOT_SHARED", "NODEKIT_OUTPUT_DIR", "NODEKIT_GENERATION", "NODEKIT_RUN_ID",
     "NODEKIT_SNAPSHOT_EVERY", "NODEKIT_SNAPSHOT_EXPECTED", "NODEKIT_COLLECTIVE_TIMEOUT_S",
@@ -62,25 +62,25 @@ class Way:
 
     @property
     def engine(self) -> str:
-        """Without variants."""
+        """The engine's name, without variants."""
         return self.name.partition(":")[0]
 
     @property
     def is_spawned(self) -> bool:
-        """Whether its ranks are started by its first process."""
+        """Whether the first process starts the other ranks, without torchrun."""
         return "spawn" in self.arguments
 
 
 @dataclass(frozen=True)
 class Run:
-    """A way to train on so many ranks."""
+    """One training: an engine with its variants, on a number of ranks."""
 
     way: Way
     num_ranks: int
 
     @property
     def file(self) -> str:
-        """The name of its files, without suffix."""
+        """The name of the run's files, without suffix."""
         return f"{self.way.name.replace(':', '-')}-{self.num_ranks}"
 
     def __str__(self) -> str:
@@ -92,22 +92,22 @@ class Machine:
     """The machine that the comparison runs on."""
 
     torch: str
-    """Its version."""
+    """The version of torch."""
     gpus: tuple[str, ...]
-    """Their names."""
+    """The GPUs' names."""
     cpu: str
     num_cores: int
 
     def num_threads(self, num_ranks: int) -> int:
-        """Threads per rank."""
+        """Return the number of threads per rank."""
         return max(1, self.num_cores // num_ranks)
 
 
 def chosen(text: str | None) -> list[Way]:
-    """Parse ``--engines``; default: all engines, the baseline first.
+    """Parse ``--engines``; None: all engines, the baseline first.
 
     Raises:
-        WrongUsage: one does not exist.
+        WrongUsage: an engine or a variant does not exist.
     """
     names = text.split(",") if text is not None else sorted(ENGINES, key=lambda name: name not in ALONE)
     ways, problems = [], []
@@ -130,7 +130,7 @@ def chosen(text: str | None) -> list[Way]:
 
 
 def named(table: str | None, engines: str | None) -> str | None:
-    """Return the text of ``--engines``, or what ``--table`` stands for.
+    """Return the engines to run: the value of ``--engines``, or the list of a ``--table``.
 
     Raises:
         WrongUsage: both are given.
@@ -152,7 +152,7 @@ def numbers(text: str) -> list[int]:
     """Parse ``--nproc``.
 
     Raises:
-        WrongUsage: one is not a number of ranks.
+        WrongUsage: a value is not a number of ranks.
     """
     found = [each.strip() for each in text.split(",")]
     for each in found:
@@ -171,7 +171,7 @@ def shared_arguments(given: Sequence[str]) -> tuple[str, ...]:
     """Return the training module's arguments for every run: those given, and no snapshots but the final one.
 
     Raises:
-        WrongUsage: one is what we give ourselves.
+        WrongUsage: an argument is one that kit compare sets itself.
     """
     names = [word.partition("=")[0] for word in given if word.startswith("--")]
     for name in names:
@@ -227,7 +227,7 @@ def argv(run: Run, arguments: Sequence[str], output: Path) -> list[str]:
 
 
 def environment(run: Run, machine: Machine, ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a run: ours without the variables of a job's ranks; threads share all cores."""
+    """Return the environment of a run: this process's, without a job's variables, and with the number of threads."""
     kept = {name: value for name, value in ours.items() if name not in _OF_A_JOB}
     return {**kept, "OMP_NUM_THREADS": str(machine.num_threads(run.num_ranks))}
 
@@ -251,7 +251,7 @@ def heading(options: Options, given: Sequence[str], machine: Machine, plan: Sequ
 
 
 def batch_remark(options: Options, plan: Sequence[Run]) -> str:
-    """Return what a reader of tutorials has to know of the batch; "" if all runs are of one rank."""
+    """Return a note for readers of tutorials on the global batch; "" if all runs have one rank."""
     num_ranks = max(run.num_ranks for run in plan)
     if num_ranks == 1:
         return ""

@@ -1,4 +1,4 @@
-"""The results of a comparison as a table and as CSV."""
+"""The results of a comparison, as a table and as CSV."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class Row:
     """The result of one engine on a number of ranks."""
 
     engine: str
-    """As it was asked for: ``deepspeed:3``."""
+    """The engine with its variants, as asked for: ``deepspeed:3``."""
     num_ranks: int
     outcome: Outcome
     problem: str = ""
     """Why it failed, or cannot run here."""
     seconds: float | None = None
-    """From the start of its first process to the end of its last."""
+    """Seconds from the start of the first process to the end of the last."""
     samples_per_s: float | None = None
     peak_memory_bytes: int | None = None
     accuracy: float | None = None
     f1: float | None = None
-    """Macro F1 of the last evaluation, like accuracy and loss."""
+    """Macro F1; like accuracy and loss, of the last evaluation."""
     loss: float | None = None
     first_step_s: float | None = None
     train_seconds: float | None = None
-    """Without the imports before it, and what else comes before the first step."""
+    """Seconds of training, without imports and other preparation before the first step."""
     steps: int | None = None
 
     @classmethod
     def of_result(cls, engine: str, num_ranks: int, *, seconds: float, result: Mapping[str, Any]) -> Row:
-        """From a run's ``result.json``."""
+        """Return the row of a run that has succeeded, from its ``result.json``."""
         names = (
             "samples_per_s",
             "peak_memory_bytes",
@@ -65,17 +65,17 @@ class Row:
 
 
 def base_of(rows: Sequence[Row]) -> float | None:
-    """The throughput of `single`; None where that has not run."""
+    """Return the throughput of `single`; None if it has not trained."""
     return next((row.samples_per_s for row in rows if row.engine == BASE), None)
 
 
 def speedup(row: Row, base: float | None) -> float | None:
-    """Return the throughput relative to `single`'s."""
+    """Return the throughput relative to `single`'s; None if either is unknown."""
     return row.samples_per_s / base if row.samples_per_s and base else None
 
 
 def cells(row: Row, base: float | None) -> tuple[str, ...]:
-    """A row as the table shows it."""
+    """Return the cells of a row of the table."""
     times = speedup(row, base)
     rate = row.outcome if row.samples_per_s is None else shown_rate(row.samples_per_s)
     return (
@@ -92,7 +92,7 @@ def cells(row: Row, base: float | None) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """All rows, in at most 80 columns."""
+    """Return the table of all rows, at most 80 columns wide."""
     from rich.table import Table
     from rich.text import Text
 
@@ -107,7 +107,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """The numbers as they were measured; what is not known is empty."""
+    """Write the measured numbers; unknown ones are empty."""
     base = base_of(rows)
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
@@ -123,7 +123,7 @@ def minutes(seconds: float | None) -> str:
 
 
 def shown_rate(value: float) -> str:
-    """Return samples per second."""
+    """Format samples per second."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
