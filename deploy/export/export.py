@@ -19,16 +19,16 @@ from nodekit.inventory.errors import KitError
 from nodekit.inventory.load import load_inventory
 
 FOLDERS = ("accelerate", "deepspeed", "shell")
-"""Formats of several files."""
+"""Formats that consist of several files."""
 PORT = 29500
-"""torchrun's own. A port found free today could belong to another program tomorrow."""
+"""torchrun's default port: a free port found today may be taken when the export is used."""
 
 
 def build(options: Options, to: str, *, master_port: int = PORT) -> list[File]:
-    """Return the files of any format but sbatch; asks the hosts if the inventory is not enough.
+    """Return the files of a format other than sbatch; connects to the hosts if the inventory is not enough.
 
     Raises:
-        KitError: a host cannot be reached, or will not do, or the tool could not run this job.
+        KitError: a host cannot be reached or used, or the tool cannot run this job.
     """
     inventory = load_inventory(options.inventory)
     if not inventory.hosts:
@@ -56,17 +56,17 @@ def build(options: Options, to: str, *, master_port: int = PORT) -> list[File]:
 
 
 def to_text(files: Sequence[File]) -> str:
-    """Return the files as one text, several as head(1) prints them."""
+    """Return the files as one text, several with headers as by head(1)."""
     if len(files) == 1:
         return files[0].text
     return "\n".join(f"==> {file.name} <==\n{file.text}" for file in files)
 
 
 def write(files: Sequence[File], to: str, output: Path) -> str:
-    """Write one file, or several into a folder; returns what to print.
+    """Write one file, or several into a folder; return the line to print.
 
     Raises:
-        KitError: they cannot be written there.
+        KitError: a file cannot be written.
     """
     try:
         if to in FOLDERS:

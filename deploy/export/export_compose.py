@@ -1,4 +1,4 @@
-"""The job as a docker compose file: the hosts are containers on one machine; pure."""
+"""The job as a Docker Compose file: each host is a container on one machine; pure."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _CODE = "/code"
 
 
 def compose(source: Source, *, run_id: str, kit_digest: str) -> list[File]:
-    """The job on one machine, each host a container with an address of its own.
+    """Return the compose file of the job: each host is a container with an address of its own.
 
     Raises:
-        KitError: the command is none for torchrun, or YAML cannot hold it.
+        KitError: torchrun cannot run the command, or YAML cannot represent a text.
     """
     inventory = source.inventory
     hosts = inventory.hosts[: inventory.nodes.max]
@@ -73,11 +73,11 @@ def compose(source: Source, *, run_id: str, kit_digest: str) -> list[File]:
 def _service(
     node: NodePlan, run_id: str, name: str, code: str, address: str, gpus: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a node's service; `gpus`: indexes of the machine's GPUs for it."""
+    """Return a node's service; `gpus`: the indices of the machine's GPUs for this node."""
     check_text(node.argv, node.env)
     environment: dict[str, str | None] = {
         **{name: _dollars(value) for name, value in {**torchrun_env(node), **node.env}.items()},
-        **dict.fromkeys(node.secrets),  # no value: docker compose takes it from its own environment
+        **dict.fromkeys(node.secrets),  # null: docker compose takes the value from its own environment
     }
     options = [word for option in torchrun_options(node, run_id) for word in option]
     words = [*options, *torchrun_words(node.argv, node.python)]
@@ -107,7 +107,7 @@ def _volumes(node: NodePlan, service: str) -> list[dict[str, str]]:
     return [
         {"type": "volume", "source": volume, "target": _dollars(node.env[name])}
         for name, volume in wanted.items()
-        if node.env[name].startswith("/")  # else the user's own choice, below the code
+        if node.env[name].startswith("/")  # else the user has chosen another place
     ]
 
 
@@ -119,7 +119,7 @@ def _in_containers(
     run_id: str,
     kit_digest: str,
 ) -> Plan:
-    """Return the plan for containers, whose facts are known without asking."""
+    """Return the plan for containers, whose facts are known without connecting to hosts."""
     update = {"connection": "ssh", "interface": "eth0", "python": "python", "workdir": _NODEKIT}
     facts: dict[str, Facts] = {}
     inside = []
@@ -171,7 +171,7 @@ def _dollars(text: str) -> str:
     """Escape ``$`` for docker compose, which would expand variables.
 
     Raises:
-        KitError: YAML cannot hold it.
+        KitError: the text is not UTF-8, as YAML requires.
     """
     try:
         text.encode()

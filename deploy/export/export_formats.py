@@ -1,4 +1,4 @@
-"""An inventory, or the plan of its job, as files for other tools; pure. Docker's is in `export_compose`."""
+"""An inventory, or the plan of its job, as files for other tools; pure. Docker Compose is in `export_compose`."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def slots_of(inventory: Inventory) -> dict[str, int] | None:
 
 
 def hostfile(source: Source, slots: Mapping[str, int]) -> list[File]:
-    """The hosts as mpirun and deepspeed read them. `slots`: host → number of processes, of those that take part."""
+    """Return the hostfile that mpirun and deepspeed read; `slots`: host → number of processes, without spares."""
     inventory = source.inventory
     hosts = [host for host in inventory.hosts if host.name in slots]
     names = _ssh_names(inventory)
     lines: dict[str, int] = {}
-    for host in hosts:  # local nodes are one machine
+    for host in hosts:  # local nodes are one machine, and get one line
         lines[names[host.name]] = lines.get(names[host.name], 0) + slots[host.name]
     total = sum(slots.values())
     horovod = ",".join(f"{name}:{number}" for name, number in lines.items())
@@ -74,7 +74,7 @@ def hostfile(source: Source, slots: Mapping[str, int]) -> list[File]:
 
 
 def _ssh_names(inventory: Inventory) -> dict[str, str]:
-    """Return host → its name for ssh: the address, or the host's name if several hosts have that address."""
+    """Return host → its name for ssh: its address, or its own name if several hosts have that address."""
     remote = [host.address for host in inventory.hosts if host.connection == "ssh"]
     names = {
         host.name: host.name if remote.count(host.address) > 1 else host.address for host in inventory.hosts
@@ -83,7 +83,7 @@ def _ssh_names(inventory: Inventory) -> dict[str, str]:
 
 
 def _ssh_config(hosts: Sequence[Host], names: Mapping[str, str]) -> str:
-    """Return the ~/.ssh/config for the inventory's settings, hosts with the same settings in one block."""
+    """Return a ~/.ssh/config with the inventory's settings; hosts with equal settings share a block."""
     blocks: dict[tuple[str, ...], list[str]] = {}
     for host in hosts:
         if host.connection == "local":
@@ -103,7 +103,7 @@ def _ssh_config(hosts: Sequence[Host], names: Mapping[str, str]) -> str:
     return "\n".join("\n".join([f"Host {' '.join(of)}", *lines]) for lines, of in blocks.items())
 
 
-# Numbers of YAML 1.2, which docker compose reads, that PyYAML takes for text: 1e-3.
+# Numbers of YAML 1.2, such as 1e-3, which docker compose parses as numbers, and PyYAML as text.
 _NUMBER = re.compile(r"[-+]?(?:(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|0o[0-7]+)")
 
 
@@ -112,7 +112,7 @@ class _Verbatim(str):
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML as people write it: no anchors, lists indented below their key."""
+    """Dumps YAML as people write it: no anchors, and lists indented below their key."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
@@ -133,7 +133,7 @@ _Dumper.add_representer(_Verbatim, _text)
 
 
 def to_yaml(values: Any) -> str:
-    """Values as YAML in their own order."""
+    """Dump values as YAML, in their own order."""
     return yaml.dump(
         values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=10_000
     )
@@ -143,7 +143,7 @@ def _verbatim(text: str | None) -> str | None:
     """Return a text in a form that Ansible takes literally.
 
     Raises:
-        KitError: YAML cannot hold it.
+        KitError: the text is not UTF-8, as YAML requires.
     """
     if text is None or re.fullmatch(r"[\w ./~@:+=,'\"-]+", text, re.ASCII):
         return text
@@ -159,10 +159,10 @@ def _verbatim(text: str | None) -> str | None:
 
 
 def ansible(source: Source) -> list[File]:
-    """The hosts as an Ansible inventory.
+    """Return the hosts as an Ansible inventory.
 
     Raises:
-        KitError: YAML cannot hold what the inventory says.
+        KitError: YAML cannot represent a text of the inventory.
     """
     hosts = {}
     for host in source.inventory.hosts:
@@ -194,10 +194,10 @@ def ansible(source: Source) -> list[File]:
 
 
 def accelerate(planned: Plan, source: Source) -> list[File]:
-    """A configuration of `accelerate launch` for each node.
+    """Return a configuration file of `accelerate launch` for each node.
 
     Raises:
-        KitError: the nodes differ in their number of processes, or the command is none for it.
+        KitError: the nodes differ in their number of processes, or accelerate cannot run the command.
     """
     nodes = planned.active
     if len({node.nproc_per_node for node in nodes}) > 1:
@@ -249,10 +249,10 @@ def _accelerate(node: NodePlan, planned: Plan, source: Source) -> str:
 
 
 def deepspeed(planned: Plan, source: Source) -> list[File]:
-    """A hostfile, the variables for all hosts, and the command.
+    """Return a hostfile, the environment for all hosts, and a script with the command.
 
     Raises:
-        KitError: the command is none for it.
+        KitError: deepspeed cannot run the command.
     """
     nodes = planned.active
     first = nodes[0]
@@ -314,7 +314,7 @@ def _same_everywhere(nodes: Sequence[NodePlan]) -> tuple[dict[str, str], list[st
         # NCCL accepts several names, and uses those that exist.
         if name == "NCCL_SOCKET_IFNAME" and len(values) > 1:
             values = ["=" + ",".join(value.removeprefix("=") for value in values)]
-        # gloo accepts one name, which each host's shell looks up.
+        # gloo accepts one name only, so each host's shell looks up its own.
         if name == "GLOO_SOCKET_IFNAME" and len(values) > 1:
             known = " ".join(f"-e {node.local_addr}" for node in nodes)
             env[name] = f"$(ip -o addr | grep -wF {known} | awk '{{print $2; exit}}')"
@@ -327,15 +327,15 @@ def _same_everywhere(nodes: Sequence[NodePlan]) -> tuple[dict[str, str], list[st
 
 
 def _survives(value: str) -> bool:
-    """Whether a value survives: deepspeed strips it and quotes with ``"``, and pdsh expands ``%``."""
+    """Whether deepspeed passes a value on unchanged: it strips it and quotes with ``"``, and pdsh expands ``%``."""
     return value.isprintable() and value == value.strip() and not re.search(r"[\"$`\\%!]", value)
 
 
 def shell(planned: Plan, source: Source) -> list[File]:
-    """A script for each node; spares of an elastic job have theirs, and wait.
+    """Return a script for each node; in an elastic job also for spares, which wait.
 
     Raises:
-        KitError: the command or a variable cannot be given to a program.
+        KitError: the command or a variable contains a character that cannot be passed to a program.
     """
     is_elastic = planned.nodes[0].min_nodes < planned.nodes[0].max_nodes
     nodes = planned.nodes if is_elastic else planned.active

@@ -1,4 +1,4 @@
-"""A job as a bash script per host that runs it with plain torchrun instead of `kit up`; pure."""
+"""The job as a bash script per host, which runs plain torchrun instead of `kit up`; pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nodekit.inventory.schema import Host, Inventory
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The job to export, and the time."""
+    """The job to export, and by what and when it is exported."""
 
     inventory: Inventory
     command: tuple[str, ...] | None
-    """The user's, in place of the inventory's."""
+    """Replaces the inventory's command; None: keep that."""
     made: str
-    """``kit 0.1.0 on 2026-11-22 02:40:11``"""
+    """The version and time: ``kit 0.1.0 on 2026-11-22 02:40:11``."""
 
     @property
     def kit_up(self) -> str:
@@ -65,7 +65,7 @@ def check_text(argv: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def bash_word(text: str) -> str:
-    """A text as one word of bash, of printable characters only."""
+    """Quote a text as one word of bash, with printable characters only."""
     if text.isprintable():
         return shlex.quote(text)
     escapes = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
@@ -84,8 +84,8 @@ def _bytes_of(char: str) -> bytes:
 def torchrun_options(node: NodePlan, run_id: str) -> list[list[str]]:
     """Return torchrun's options for a node, each with its value.
 
-    Where the number of nodes is fixed, ranks are in the inventory's order, as with kit; an elastic job needs torch's
-    c10d rendezvous, which has them in the order of addresses.
+    With a fixed number of nodes, ranks are in the inventory's order, as with kit; an elastic job needs torch's c10d
+    rendezvous, which orders nodes by address.
     """
     options = [["--nproc-per-node", str(node.nproc_per_node)]]
     if node.min_nodes == node.max_nodes:
@@ -98,7 +98,7 @@ def torchrun_options(node: NodePlan, run_id: str) -> list[list[str]]:
         ]
     else:
         address = f"[{node.master_addr}]" if ":" in node.master_addr else node.master_addr
-        # As with kit: a lost node is detected within seconds, and the others continue (docs/recovery.md).
+        # As with kit: a lost node is detected within seconds, and the others go on (docs/recovery.md).
         settings = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
         options = [
             ["--nnodes", f"{node.min_nodes}:{node.max_nodes}"],
@@ -115,7 +115,7 @@ def torchrun_env(node: NodePlan) -> dict[str, str]:
     """Return the variables that kit's agent sets and torchrun does not."""
     if node.min_nodes == node.max_nodes:
         return {"PYTHONUNBUFFERED": "1", "NODE_RANK": str(node.node_rank)}
-    # Otherwise survivors would use the store on the lost node.
+    # Otherwise the survivors would go on using the store of the lost node.
     return {"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -151,7 +151,10 @@ def torchrun_words(argv: Sequence[str], python: str) -> list[str]:
 def copying(source: Source, host: Host, code_dir: str) -> str:
     """Return the rsync command that copies the code to a host."""
     code = str(Path(source.inventory.job.code).expanduser().resolve())
-    ignored = ["--filter=:- .kitignore", "--filter=:- .gitignore"]  # rsync has none of their lines with `!`
+    ignored = [
+        "--filter=:- .kitignore",
+        "--filter=:- .gitignore",
+    ]  # rsync does not support their lines with `!`
     argv = ["rsync", "-a", "--mkpath", *ignored, "--exclude=.git"]
     if host.connection == "ssh" and (host.port or host.identity_file or host.known_hosts):
         *ssh, _, _ = login_argv(host, accept_new_host_keys=False)
@@ -166,7 +169,7 @@ def script(node: NodePlan, plan: Plan, source: Source) -> str:
     """Return the script of one node.
 
     Raises:
-        KitError: the command or a variable cannot be given to a program.
+        KitError: the command or a variable contains a character that cannot be passed to a program.
     """
     check_text(node.argv, node.env)
     if "=" in node.python:
