@@ -1,7 +1,7 @@
 """A lab: several real hosts on one Linux machine, to try kit on and to break.
 
-A host has its own network, host name, processes, disk and sshd; nothing leads outside. It keeps accidents in,
-not attackers: its root is this machine's root, and kernel settings are shared. All of it is in one folder:
+A host has its own network, host name, processes, disk and sshd; no network leads outside. This protects from accidents,
+not from attackers: a host's root is this machine's root, and kernel settings are shared. All of it is in one folder:
 
     FOLDER/lab.json       the record: there before the first thing is made and until the last one is removed
           /lab.yaml       the inventory; with Slurm also slurm.yaml
@@ -41,14 +41,14 @@ SSH_DEADLINE_S = 15
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """An existing lab, and operations on it. All of them need root."""
+    """An existing lab, and the operations on it; all of them need root."""
 
     folder: Path
     name: str
     network: str
     """``198.18.K.0/24``; this machine is ``.1``, node1 is ``.11``."""
     control_interface: str
-    """This machine's end of its cable to the switch."""
+    """This machine's interface in the lab: its end of the cable to the switch."""
     hosts: dict[str, LabHost]
     has_slurm: bool = False
     has_accounting: bool = False
@@ -66,11 +66,11 @@ class Lab:
         """Make a lab of n hosts and wait until each answers by SSH; an existing lab is left as it is.
 
         Args:
-            n: how many hosts.
-            folder: where the lab is; None for the default.
+            n: number of hosts.
+            folder: the lab's folder; None: the default.
             name: the name in the inventory.
             slurm: make the hosts a Slurm cluster, too, and wait until its nodes are idle.
-            accounting: let Slurm keep accounts, in a database of the lab's own, so that sacct works.
+            accounting: let Slurm keep accounts in a database in the lab, so that sacct works.
         """
         if accounting and not slurm:
             raise KitError("accounting is Slurm's", cure="give `--slurm`, too")
@@ -99,7 +99,7 @@ class Lab:
 
     @classmethod
     def load(cls, folder: Path | None = None) -> "Lab":
-        """The lab in a folder."""
+        """Return the lab in a folder; KitError if there is none, or if it is incomplete."""
         lab_needs.require_root()
         folder = lab_folder(folder)
         try:
@@ -122,7 +122,7 @@ class Lab:
     @classmethod
     def _make(cls, n: int, folder: Path, name: str, *, slurm: bool, accounting: bool) -> "Lab":
         (folder / "hosts").mkdir()
-        # Where the lab lies in the folder that `kit up` sends: disks, mounts, and a key.
+        # If the lab is inside a folder that `kit up` sends, its disks, mounts and key must not be sent.
         (folder / IGNORE_FILE).write_text("/hosts/\n/slurm/\n/switch\n/id_ed25519*\n", encoding="utf-8")
         network = LabNetwork.make(folder)
         lab_needs.provide_disks(folder)
@@ -180,27 +180,27 @@ class Lab:
 
     @property
     def inventory(self) -> Path:
-        """The inventory for `kit up`."""
+        """Path of the inventory for `kit up`."""
         return self.folder / "lab.yaml"
 
     @property
     def slurm_inventory(self) -> Path:
-        """The inventory for `kit up` to submit jobs; only with Slurm."""
+        """Path of the inventory with which `kit up` submits jobs; only with Slurm."""
         return self.folder / "slurm.yaml"
 
     @property
     def identity_file(self) -> Path:
-        """The private key that every host lets in as root."""
+        """Path of the private key with which every host accepts root."""
         return self.folder / "id_ed25519"
 
     @property
     def known_hosts(self) -> Path:
-        """Every host's key."""
+        """Path of the file with every host's public key."""
         return self.folder / "known_hosts"
 
     @property
     def slurm(self) -> LabSlurm:
-        """Its Slurm cluster; KitError if it was made without."""
+        """The lab's Slurm cluster; KitError if it has none."""
         if not self.has_slurm:
             raise KitError(
                 f"the lab in {self.folder} has no Slurm", cure="`kit lab up --slurm` makes one that has"
@@ -251,22 +251,22 @@ class Lab:
         return ", ".join(["up" if self.is_alive(host) else "crashed", *faults])
 
     def processes(self, host: str) -> dict[int, list[str]]:
-        """Every process of a host that has not ended, its init and sshd too: pid *on this machine* → argv."""
+        """Return every process of a host, its init and sshd too: pid *on this machine* → argv; without zombies."""
         init = self._init(host)
         found: dict[int, list[str]] = {}
         if init is None or not init.is_alive:
             return found
         namespace = Path(f"/proc/{init.pid}/ns/pid").readlink()
         for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 if (entry / "ns/pid").readlink() == namespace:
                     argv = (entry / "cmdline").read_bytes().split(b"\0")[:-1]
-                    if argv:  # else it waits for its parent to see its end
+                    if argv:  # else it is a zombie
                         found[int(entry.name)] = [os.fsdecode(word) for word in argv]
         return found
 
     def crash(self, host: str) -> None:
-        """End every process of a host at once; peers see RST. Cut its cable first for a power loss."""
+        """Kill every process of a host at once; peers get RST. To simulate a power loss, cut its cable first."""
         if init := self._init(host):
             lab_process.kill(init)
 
@@ -276,11 +276,11 @@ class Lab:
             self._boot(self._host(host))
 
     def cut(self, host: str) -> None:
-        """Pull a host's cable out of the switch: nothing arrives any more, and no RST says so."""
+        """Take a host's cable out of the switch: no packet arrives any more, and no RST."""
         self._network.cut(self._host(host))
 
     def cut_control(self, host: str) -> None:
-        """Lose every packet between this machine and a host; the other hosts still reach it."""
+        """Drop every packet between this machine and a host; the other hosts still reach it."""
         self._network.cut_control(self._host(host))
 
     def slow(
@@ -291,7 +291,7 @@ class Lab:
         rate_mbit: float | None = None,
         loss_percent: float | None = None,
     ) -> None:
-        """Slow a host's link both ways: packets wait to *and* from it, a round trip 2 × delay_ms."""
+        """Slow a host's link in both directions; a round trip takes 2 × delay_ms longer."""
         self._network.slow(
             self._host(host), delay_ms=delay_ms, rate_mbit=rate_mbit or 0, loss_percent=loss_percent or 0
         )
@@ -338,13 +338,13 @@ class Lab:
 
 
 def down(folder: Path | None = None) -> list[str] | None:
-    """Remove a lab, and only what `kit lab up` created in its folder.
+    """Remove a lab, and only those files that `kit lab up` created in its folder.
 
     Returns:
         The files left in the folder, which are not the lab's; None if there is no lab.
 
     Raises:
-        KitError: the folder is no lab, or something else is mounted in it; nothing was changed.
+        KitError: the folder holds no lab, or something else is mounted in it; nothing was changed.
     """
     lab_needs.require_root()
     folder = lab_folder(folder)
@@ -395,17 +395,17 @@ def _kind(*, slurm: bool, accounting: bool) -> str:
 
 
 def lab_folder(folder: Path | None) -> Path:
-    """The folder asked for, or the default one, in the XDG state folder."""
+    """Return the absolute path of a lab's folder; None: the default one, in the XDG state folder."""
     return folder.absolute() if folder is not None else state_folder() / "lab"
 
 
 def folder_option(folder: Path) -> str:
-    """Return what `kit lab` needs after its words to find a lab there: nothing in the default place."""
+    """Return the option that `kit lab` needs for the lab in this folder; "" for the default folder."""
     return "" if folder == lab_folder(None) else f" --folder {shlex.quote(str(folder))}"
 
 
 def _greet(host: LabHost) -> None:
-    """HostError unless a host's sshd answers this machine over the lab's network."""
+    """Raise HostError unless a host's sshd answers this machine over the lab's network."""
     try:
         with socket.create_connection((host.address, 22), timeout=SSH_DEADLINE_S) as connection:
             answer = connection.recv(4)
@@ -418,7 +418,7 @@ def _greet(host: LabHost) -> None:
 
 
 def _is_listening(init: ProcessRecord) -> bool:
-    """Whether port 22 is listened on in a host, from /proc, as its cable may be cut."""
+    """Whether a host's port 22 is listened on; read from /proc, since the host's cable may be cut."""
     with contextlib.suppress(OSError):
         sockets = Path(f"/proc/{init.pid}/net/tcp").read_text().splitlines()[1:]
         return any(line.split()[1].endswith(":0016") and line.split()[3] == "0A" for line in sockets)
@@ -426,7 +426,7 @@ def _is_listening(init: ProcessRecord) -> bool:
 
 
 def _each(hosts: dict[str, LabHost], function: Callable[[LabHost], T]) -> dict[str, T]:
-    """Call a function for all hosts in parallel; raises one error with every failed host's reason."""
+    """Call a function for all hosts in parallel; raise one error with the reasons of all hosts that failed."""
     with ThreadPoolExecutor(max_workers=min(len(hosts), 16)) as pool:
         futures = {name: pool.submit(function, host) for name, host in hosts.items()}
     errors: list[HostError] = []

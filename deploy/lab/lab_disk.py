@@ -1,9 +1,9 @@
 """Writes the files of a lab before it starts: each host's disk, the keys, and the inventory for `kit up`.
 
-A host's disk is the upper folder of an overlay whose lower is the machine's ``/``, so all that the machine
-has is there: python, torch, rsync. What must be the host's own is laid over it here. Files that the machine
-gets *after* a host started may or may not be seen in it: the kernel promises nothing about changes below a
-mounted overlay.
+A host's disk is the upper folder of an overlay over this machine's ``/``, so the host has everything that the machine
+has: python, torch, rsync. Files that must be the host's own are put into the upper folder here. The host may or may not
+see files that the machine gets *after* the host has started: the kernel does not define changes below a mounted
+overlay.
 """
 
 import json
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from nodekit.inventory.errors import KitError
 
-# Without the key exchanges that are safe from quantum computers: each takes 0.14 s of processor time, and nobody can
-# listen on one machine.
+# Without the post-quantum key exchanges: each takes 0.14 s of processor time, and nobody can eavesdrop on one
+# machine.
 SSHD_CONFIG = """\
 KexAlgorithms -sntrup*,mlkem*
 HostKey /etc/ssh/ssh_host_ed25519_key
@@ -39,17 +39,17 @@ Subsystem sftp internal-sftp
 
 
 def root_home() -> Path:
-    """The home folder of root, on the machine and so on every host."""
+    """Return root's home folder, the same on this machine and on every host."""
     return Path(pwd.getpwuid(0).pw_dir)
 
 
 def search_path() -> str:
-    """PATH with the folders of sshd and ip, which an unprivileged login's PATH may lack."""
+    """Return PATH with the folders of sshd and ip, which an unprivileged login's PATH may lack."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
 
 
 def make_key(path: Path, *, comment: str) -> str:
-    """Make an ed25519 key without a passphrase; returns the public half, ``ssh-ed25519 AAAA…``."""
+    """Create an ed25519 key without a passphrase; return the public key, ``ssh-ed25519 AAAA…``."""
     argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
     answer = subprocess.run(
         argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=15, env=environment()
@@ -60,7 +60,7 @@ def make_key(path: Path, *, comment: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The environment of the programs that the lab starts on the machine."""
+    """Return the environment for programs that the lab starts on this machine."""
     return {**os.environ, "PATH": search_path(), "LC_ALL": "C"}
 
 
@@ -75,18 +75,18 @@ def write_disk(
     daemons: Iterable[list[str]] = (),
     has_sshd: bool = True,
 ) -> str:
-    """Make a host's folder (disk, mount point, ``boot.json``) for lab_host.py; returns its public host key.
+    """Make a host's folder (disk, mount point, ``boot.json``) for lab_host.py; return its public host key.
 
     Args:
-        folder: the host's folder in the lab's.
+        folder: the host's folder in the lab.
         name: the host's name.
         addresses: name → address of every machine that the host should know by name.
         public_key: the key that may log in as root.
-        hidden: the machine's folders that are empty in the host.
-        shared: the machine's folders that are the same ones in the host, at the same path.
-        daemons: what the host starts when it boots, one after the other; each goes to the background when it
+        hidden: folders of this machine that are empty in the host.
+        shared: folders of this machine that the host shares, at the same path.
+        daemons: commands that the host runs one after the other when it boots; each goes to the background when it
             is ready.
-        has_sshd: whether it starts sshd, before those.
+        has_sshd: whether the host starts sshd, before the daemons.
     """
     for part in ("upper", "work", "root"):
         (folder / part).mkdir(parents=True)
@@ -94,7 +94,7 @@ def write_disk(
     hidden = [path.resolve() for path in hidden]
     for path in hidden:
         if any(path != other and path.is_relative_to(other) for other in hidden):
-            continue  # its parent is empty
+            continue  # empty already, as its parent is
         os.setxattr(make_folder(disk, path), "trusted.overlay.opaque", b"y")
     ssh = make_folder(disk, Path("/etc/ssh"))
     (ssh / "sshd_config").write_text(SSHD_CONFIG)
@@ -124,16 +124,16 @@ def write_disk(
 
 
 def hosts_file(name: str, addresses: dict[str, str]) -> str:
-    """``/etc/hosts`` as Debian leaves it, own name on 127.0.1.1 and all, plus the lab's machines."""
+    """Return ``/etc/hosts`` as on Debian, with the host's own name at 127.0.1.1, and the lab's machines."""
     lines = ["127.0.0.1 localhost", f"127.0.1.1 {name}", "::1 localhost ip6-localhost ip6-loopback"]
     lines += [f"{address} {other}" for other, address in addresses.items()]
-    # By this form torch looks up who has called it, and warns of every caller that it cannot name.
+    # torch looks up its peers in this form, and warns of each that has no name.
     lines += [f"::ffff:{address} {other}.lab" for other, address in addresses.items()]
     return "\n".join(lines) + "\n"
 
 
 def known_hosts_file(addresses: dict[str, str], host_keys: dict[str, str]) -> str:
-    """A known_hosts file by address and by name."""
+    """Return a known_hosts file with addresses and names."""
     return "".join(f"{addresses[name]},{name} {key}\n" for name, key in host_keys.items())
 
 
@@ -146,7 +146,7 @@ def inventory_file(
     addresses: dict[str, str],
     folder_option: str,
 ) -> str:
-    """The inventory of a lab, ready for `kit up`; ``folder_option`` is what `kit lab` needs to find the lab."""
+    """Return the inventory of a lab; ``folder_option`` is the option that `kit lab` needs to find the lab."""
     num = len(addresses)
     nodes = f"nodes: '{num - 1}:{num}'  # goes on with {num - 1} when one is cut off\n" if num > 1 else ""
     hosts = "".join(f"  {host}: {{address: {address}, gpus: 0}}\n" for host, address in addresses.items())
@@ -171,7 +171,7 @@ workdir: ~/nodekit
 
 
 def slurm_inventory_file(name: str, *, num_hosts: int, conf: Path, shared_dir: Path) -> str:
-    """The inventory of a lab with Slurm, ready for `kit up` to submit jobs."""
+    """Return the inventory with which `kit up` submits jobs to a lab's Slurm."""
     nodes = f"'{num_hosts - 1}:{num_hosts}'  # goes on with {num_hosts - 1} when one is lost"
     return f"""\
 # A lab's Slurm cluster. `kit up THIS_FILE` submits a job to it, where Slurm's commands mean this cluster:
@@ -203,12 +203,12 @@ def make_folder(disk: Path, path: Path) -> Path:
 
 
 def _unlock_root(shadow: str) -> str:
-    """Unlock root without a password: sshd refuses locked accounts (``!``) even with a key."""
+    """Return /etc/shadow with root unlocked, but no password: sshd refuses locked accounts (``!``) even with a key."""
     lines = (line.split(":") for line in shadow.splitlines())
     return "".join(":".join(["root", "*", *line[2:]] if line[0] == "root" else line) + "\n" for line in lines)
 
 
 def _is_missing_in_host(prefix: Path, hidden: list[Path]) -> bool:
-    """Whether a folder is missing in the overlay: hidden, or on another file system than ``/``."""
+    """Whether a folder is not visible in the overlay: it is hidden, or on another file system than ``/``."""
     real = prefix.resolve()
     return real.stat().st_dev != Path("/").stat().st_dev or any(real.is_relative_to(path) for path in hidden)

@@ -1,7 +1,7 @@
 """PID 1 of a lab host: mounts the host's disk, becomes its root, starts its daemons and reaps orphans.
 
-A script of its own, run as ``python -I -S lab_host.py`` inside the host's network namespace, in the host's
-folder: standard library only, and nothing of ours, so that a host starts in tens of milliseconds.
+A stand-alone script, run as ``python -I -S lab_host.py`` inside the host's network namespace, in the host's folder. It
+imports only the standard library, so that a host starts in tens of milliseconds.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def main() -> None:
     if boot["sshd"]:
         print(f"sshd is process {spawn([boot['sshd'], '-D', '-e'])}", flush=True)
     for argv in boot.get("daemons", []):
-        # Each puts itself in the background when it is ready, and the next one needs it.
+        # Each goes to the background when it is ready, and the next one needs it.
         _, status = os.waitpid(spawn(argv), 0)
         print(f"{argv[0]} {'failed' if status else 'is in the background'}", flush=True)
     print(f"{boot['hostname']} is up", flush=True)
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def spawn(argv: list[str]) -> int:
-    """Start a program of the host's, found by our own PATH; returns its pid."""
+    """Start a program, found by a fixed PATH; return its pid."""
     return os.posix_spawnp(
         argv[0],
         argv,
@@ -58,9 +58,9 @@ def spawn(argv: list[str]) -> int:
 
 
 def become_root_of_disk(python_prefixes: list[str], shared: list[str]) -> None:
-    """Make the overlay of the machine's ``/`` and the host's own disk the root of this mount namespace."""
+    """Mount the overlay of this machine's ``/`` and the host's disk, and make it the root of this mount namespace."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
-    # Relative paths: a folder's name may hold a comma, which would end an option.
+    # Relative paths: a comma in a folder's name would end the option.
     mount("overlay", "root", "overlay", 0, "lowerdir=/,upperdir=upper,workdir=work")
     os.chdir("root")
     mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
@@ -73,7 +73,7 @@ def become_root_of_disk(python_prefixes: list[str], shared: list[str]) -> None:
         target = prefix.lstrip("/")
         Path(target).mkdir(parents=True, exist_ok=True)
         mount(prefix, target, None, MS_BIND | MS_REC)
-        # What a host writes must not reach this machine's python; the flag is ignored on the first mount.
+        # The host must not change this machine's python; the first mount ignores the read-only flag.
         mount(None, target, None, MS_BIND | MS_REMOUNT | MS_RDONLY)
     for folder in shared:
         target = folder.lstrip("/")
@@ -85,8 +85,8 @@ def become_root_of_disk(python_prefixes: list[str], shared: list[str]) -> None:
 
 
 def mount_dev() -> None:
-    """A small /dev of the host's own: no GPUs, its own terminals and shared memory."""
-    # A container has no kmsg, mostly.
+    """Mount a small /dev for the host: no GPUs, and separate terminals and shared memory."""
+    # Containers mostly have no kmsg.
     sources = {device: f"/dev/{device}" for device in DEVICES if Path("/dev", device).exists()}
     mount("tmpfs", "dev", "tmpfs", MS_NOSUID, "mode=755")
     for device, source in sources.items():
@@ -102,24 +102,24 @@ def mount_dev() -> None:
 
 
 def bury_orphans() -> None:
-    """Reap whatever is re-parented to us, for ever."""
+    """Reap all processes that are re-parented to this one, forever."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()
-        signal.sigwait({signal.SIGCHLD})  # sshd itself is gone: the host lives on, as a real one would
+        signal.sigwait({signal.SIGCHLD})  # sshd itself has ended: like a real host, this one lives on
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """The system call; its OSError names the target."""
+    """Call the system call; the OSError names the target."""
     arguments = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
     result = LIBC.mount(*arguments[:3], ctypes.c_ulong(flags), arguments[3])
     check(result, f"mount {kind or source or ''} on {target}")
 
 
 def check(result: int, doing: str) -> None:
-    """Raise the C library's error, with what was being done."""
+    """Raise the C library's error, with what was being done, if `result` is not 0."""
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{doing}: {os.strerror(code)}")

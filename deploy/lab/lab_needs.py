@@ -29,7 +29,7 @@ ACCOUNTING_PACKAGES = {
 
 
 def require_root() -> None:
-    """Raise KitError if we are not root."""
+    """Raise KitError unless this process is root's."""
     if os.geteuid() != 0:
         raise KitError(
             "a lab needs root, for its namespaces and mounts", cure="run this as root, or with sudo"
@@ -49,9 +49,9 @@ def require_programs(*, slurm: bool = False, accounting: bool = False) -> None:
 
 
 def provide_disks(folder: Path) -> None:
-    """Make sure that overlays can have their upper folders below ``hosts``: on disk, or else in memory.
+    """Mount a tmpfs on ``hosts`` unless its file system can hold the upper folder of an overlay.
 
-    Not every file system supports it; another overlay, such as the root of a container, does not.
+    Not every file system can; another overlay, such as the root of a container, cannot.
     """
     try:
         _try_overlay(folder / "hosts/trial")

@@ -1,7 +1,7 @@
-"""The lab's network: a switch, a cable to each host and one to this machine, and faults of these.
+"""The lab's network: a switch, a cable to each host and one to this machine, and faults of these cables.
 
-The switch is a bridge in a network namespace of its own, so that neither this machine's firewall (Docker's
-may drop bridged frames) nor its routes have a say, and all of it goes when the namespace does.
+The switch is a bridge in a network namespace of its own. Neither this machine's firewall (Docker's may drop bridged
+frames) nor its routes affect it, and the switch disappears with its namespace.
 """
 
 import ipaddress
@@ -20,12 +20,12 @@ from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.inventory.errors import HostError, KitError
 
 BENCHMARK_RANGE = ipaddress.IPv4Network("198.18.0.0/15")
-"""Reserved for tests like these (RFC 2544), so it is no one's real network."""
+"""Reserved for benchmarks of networks (RFC 2544), so no real network uses it."""
 FIRST_HOST = 10
-"""node1 is 198.18.K.11: its last digits say which one it is."""
+"""node1 has the address 198.18.K.11: the last digits are the host's number."""
 INTERFACES = ("eth0", "ens5", "enp3s0f1", "ib0", "eno1", "bond0", "enp129s0np0", "hsn0")
 LINK_DEADLINE_S = 10
-"""The kernel takes up to 1 s to notice that a cable is back."""
+"""Seconds; the kernel may take 1 s to notice that a cable is plugged in again."""
 NOWHERE = "02:00:00:00:00:00"
 """An unused hardware address."""
 SHARE_OF_NEIGHBOURS = 0.25
@@ -39,9 +39,9 @@ class LabHost:
     name: str
     address: str
     interface: str
-    """Its network interface; every host's has another name."""
+    """Name of its network interface; different on every host."""
     port: str
-    """The switch's end of its cable."""
+    """Name of the interface at the switch's end of its cable."""
 
 
 def hardware_address(host: LabHost) -> str:
@@ -50,16 +50,16 @@ def hardware_address(host: LabHost) -> str:
 
 
 def neighbours_fit(num_hosts: int, limit: Path = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")) -> bool:
-    """Whether the kernel's neighbour table has room for the hosts of a lab.
+    """Whether a lab of this size fits into the kernel's neighbour table.
 
     Args:
-        num_hosts: of the lab; each learns of every other one, and of this machine.
-        limit: the file that says how many entries the table takes.
+        num_hosts: number of hosts; each needs an entry for every other host, and for this machine.
+        limit: the file with the maximal number of entries.
     """
     try:
         room = int(limit.read_text())
-    except (OSError, ValueError):  # this is a container: its kernel's settings are not shown
-        room = 1024  # what comes with every kernel
+    except (OSError, ValueError):  # in a container, which may not see the kernel's setting
+        room = 1024  # the kernel's default
     return num_hosts * (num_hosts + 1) <= room * SHARE_OF_NEIGHBOURS
 
 
@@ -69,7 +69,7 @@ def script_argv(name: str) -> list[str]:
 
 
 def call(argv: Sequence[str], *, doing: str, cwd: Path, stdin: str = "") -> str:
-    """Run a program on this machine; returns its output, or raises KitError with its message."""
+    """Run a program on this machine; return its output, or raise KitError with its error message."""
     answer = subprocess.run(
         argv, input=stdin, capture_output=True, text=True, timeout=30, cwd=cwd, env=environment()
     )
@@ -80,7 +80,7 @@ def call(argv: Sequence[str], *, doing: str, cwd: Path, stdin: str = "") -> str:
 
 
 def plan_hosts(n: int, network: str) -> list[LabHost]:
-    """The hosts of a lab on this network: names, addresses, and interfaces that all have different names."""
+    """Return the hosts of a lab in this network: names, addresses, and interfaces with different names."""
     first = ipaddress.IPv4Network(network).network_address
     return [
         LabHost(
@@ -94,35 +94,35 @@ def plan_hosts(n: int, network: str) -> list[LabHost]:
 
 
 def control_address(network: str) -> str:
-    """This machine's address in the lab."""
+    """Return this machine's address in the lab."""
     return str(ipaddress.IPv4Network(network).network_address + 1)
 
 
 class LabNetwork:
-    """The network of the lab in a folder. Paths given to ``ip`` are relative: it cannot quote every name."""
+    """The network of the lab in a folder. Paths for ``ip`` are relative: it cannot quote every name."""
 
     def __init__(
         self, folder: Path, network: str, control_interface: str, hosts: Iterable[LabHost] = ()
     ) -> None:
-        """The network in a folder.
+        """Describe an existing network; change nothing.
 
         Args:
             folder: the lab's.
-            network: as ``198.18.K.0/24``.
+            network: the subnet, such as ``198.18.K.0/24``.
             control_interface: this machine's end of its cable to the switch.
-            hosts: all of the lab's.
+            hosts: all hosts of the lab.
         """
         self.folder = folder
         self.network = network
         self.control_interface = control_interface
         hosts = list(hosts)
-        # Of many hosts, the entries that they learn would overflow the table of the whole machine. Permanent ones are
-        # not counted, and nothing outside of the lab has to change for them.
+        # The entries that many hosts learn would overflow the table of the whole machine. Permanent entries do not
+        # count, and need no change outside of the lab.
         self._known = [] if neighbours_fit(len(hosts)) else hosts
 
     @classmethod
     def make(cls, folder: Path) -> "LabNetwork":
-        """Make the switch and connect this machine to it, on the first of our networks that is free."""
+        """Create the switch and connect this machine to it, on the first free subnet of `BENCHMARK_RANGE`."""
         _make_namespace(folder / "switch")
         taken = {
             route.get("dst")
@@ -131,7 +131,7 @@ class LabNetwork:
             )
         }
         for k, subnet in enumerate(BENCHMARK_RANGE.subnets(new_prefix=24)):
-            # A link's name is taken by one lab only, even if two are made at this moment.
+            # Creating the link claims the subnet: of two labs made at the same time, only one succeeds.
             lab = cls(folder, str(subnet), f"lab{k}")
             if str(subnet) in taken or Path("/sys/class/net", lab.control_interface).exists():
                 continue
@@ -140,7 +140,7 @@ class LabNetwork:
                     f"link add name {lab.control_interface} type veth peer name control netns ./switch"
                 )
             except KitError:
-                if Path("/sys/class/net", lab.control_interface).exists():  # another lab was faster
+                if Path("/sys/class/net", lab.control_interface).exists():  # another lab has claimed it
                     continue
                 raise
             lab._on_machine(
@@ -156,7 +156,7 @@ class LabNetwork:
         )
 
     def plug_in(self, host: LabHost) -> None:
-        """Make a host's network namespace, with a cable to the switch."""
+        """Create a host's network namespace, with a cable to the switch."""
         _make_namespace(self.folder / "hosts" / host.name / "net")
         self._on_switch(
             f"link add name {host.port} type veth peer name {host.interface} "
@@ -176,13 +176,13 @@ class LabNetwork:
         self._on_switch(f"link set {host.port} down")
 
     def cut_control(self, host: LabHost) -> None:
-        """Lose every packet between this machine and a host, both ways, with no answer to either."""
+        """Drop every packet between this machine and a host, in both directions, without an error to either."""
         lost = f"lladdr {NOWHERE} nud permanent dev"
         self._on_machine(f"neighbour replace {host.address} {lost} {self.control_interface}")
         self._on_host(host, f"neighbour replace {control_address(self.network)} {lost} {host.interface}")
 
     def slow(self, host: LabHost, *, delay_ms: float, rate_mbit: float, loss_percent: float) -> None:
-        """Put lab_wire.py between a host's cable and the switch (0: no limit)."""
+        """Insert lab_wire.py between a host's cable and the switch; 0: no limit."""
         self._take_out_wire(host)
         near, far = f"{host.port}near", f"{host.port}far"
         settings = [str(delay_ms / 1000), str(rate_mbit), str(loss_percent / 100)]
@@ -197,7 +197,7 @@ class LabNetwork:
         self._on_switch(f"link set {host.port} nomaster", f"link set {far} master bridge up")
 
     def mend(self, host: LabHost) -> None:
-        """Undo cut, cut_control and slow, and return when the link carries again."""
+        """Undo cut, cut_control and slow; return when the link is up again."""
         self._take_out_wire(host)
         self._on_switch(f"link set {host.port} master bridge up")
         deadline = time.monotonic() + LINK_DEADLINE_S
@@ -205,7 +205,7 @@ class LabNetwork:
             if time.monotonic() > deadline:
                 raise HostError(host.name, f"its link is still down after {LINK_DEADLINE_S} s")
             time.sleep(0.02)
-        # What cut_control put there, and lost questions for an address, which are asked again only after 1 s.
+        # Remove cut_control's entries, and those of unanswered ARP requests, which would be repeated only after 1 s.
         forget = f"neighbour flush to {host.address} nud all"
         self._on_machine(f"{forget} dev {self.control_interface}")
         for namespace in self.folder.glob("hosts/*/net"):
@@ -218,7 +218,7 @@ class LabNetwork:
             self._on_host(other, _knows(other, host))
 
     def status(self, host: LabHost) -> list[str]:
-        """What is wrong with a host's link: any of ``cut``, ``slow``, ``control cut``."""
+        """Return the faults of a host's link: any of ``cut``, ``slow``, ``control cut``."""
         port = json.loads(self._on_switch(f"link show dev {host.port}"))
         neighbours = json.loads(
             self._on_machine(f"neighbour show to {host.address} dev {self.control_interface} nud permanent")
@@ -271,7 +271,7 @@ def unmount(folder: Path) -> None:
     on_switch = ["nsenter", "--net=switch"]
     mounts = [*folder.glob("hosts/*/net"), folder / "switch", folder / "hosts"]
     if os.path.ismount(folder / "switch"):
-        # A namespace dies some time after its last mount; this machine's end of the cable must not linger.
+        # A namespace may outlive its last mount for a while; remove this machine's end of the cable at once.
         links = json.loads(call([*on_switch, "ip", "-json", "link"], doing="see its switch", cwd=folder))
         if any(link["ifname"] == "control" for link in links):
             call([*on_switch, "ip", "link", "delete", "control"], doing="unplug this machine", cwd=folder)
@@ -280,7 +280,7 @@ def unmount(folder: Path) -> None:
 
 
 def _make_namespace(path: Path) -> None:
-    """A network namespace that lives as long as it is mounted on this path."""
+    """Create a network namespace that exists as long as it is mounted at this path."""
     path.touch()
     call(
         ["unshare", f"--net={path.name}", "true"],

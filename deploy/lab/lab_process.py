@@ -1,6 +1,6 @@
-"""The lab's own processes, recorded so that another terminal ends exactly these and never by name.
+"""The lab's own processes, recorded so that another terminal can end exactly these, and never by name.
 
-A pid alone may belong to someone else by the time it is used; with its start time and the boot it cannot.
+A pid alone may be reused by another process; together with the start time and the boot id it identifies one.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from nodekit.inventory.errors import KitError
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """One process, identified for as long as the machine's disk lasts."""
+    """One process, identified uniquely, even after a reboot."""
 
     pid: int
     start_ticks: int
-    """Field 22 of ``/proc/PID/stat``."""
+    """Start time: field 22 of ``/proc/PID/stat``."""
     boot_id: str
 
     @classmethod
     def of(cls, pid: int) -> "ProcessRecord":
-        """Identify a process that runs now; ProcessLookupError if there is none."""
+        """Return the record of a running process; ProcessLookupError if there is none."""
         start_ticks = _start_ticks(pid)
         if start_ticks is None:
             raise ProcessLookupError(pid)
@@ -36,26 +36,26 @@ class ProcessRecord:
 
     @classmethod
     def read(cls, path: Path) -> "ProcessRecord | None":
-        """The process recorded in a file; None if nothing was, and then it did not begin (see `start`)."""
+        """Read the record in a file; None if there is none: then the process has done nothing yet (see `start`)."""
         try:
             text = path.read_text()
         except FileNotFoundError:
             return None
-        # An earlier kit that was killed while it wrote has left it empty.
+        # An earlier version that was killed while writing has left it empty.
         return cls(**json.loads(text)) if text else None
 
     def write(self, path: Path) -> None:
-        """Record the process in a file, which is there whole or not at all: `kit lab up` may be killed meanwhile."""
+        """Record the process in a file, atomically: `kit lab up` may be killed meanwhile."""
         files.write_private(str(path), json.dumps(asdict(self)).encode() + b"\n")
 
     @property
     def is_alive(self) -> bool:
-        """Whether this very process still runs; a zombie does not."""
+        """Whether exactly this process still runs; a zombie counts as ended."""
         return self.boot_id == processes.boot_id() and _start_ticks(self.pid) == self.start_ticks
 
 
 def kill(*records: ProcessRecord, timeout_s: float = 10) -> None:
-    """SIGKILL these processes together and return when they are gone; some may be gone already."""
+    """Kill these processes with SIGKILL, and return when they have ended; some may have ended before."""
     deadline = time.monotonic() + timeout_s
     pidfds: dict[int, ProcessRecord] = {}
     try:
@@ -65,8 +65,8 @@ def kill(*records: ProcessRecord, timeout_s: float = 10) -> None:
             except ProcessLookupError:
                 continue
             pidfds[pidfd] = record
-            if record.is_alive:  # asked after the pidfd was taken, so it is about the process that we hold
-                with contextlib.suppress(ProcessLookupError):  # it has ended since
+            if record.is_alive:  # after opening the pidfd: so it is the pidfd's process
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         for pidfd, record in pidfds.items():
             poll = select.poll()
@@ -79,10 +79,10 @@ def kill(*records: ProcessRecord, timeout_s: float = 10) -> None:
 
 
 def start(argv: list[str], *, record: Path, log: Path, cwd: Path, env: dict[str, str]) -> None:
-    """Start a script that detaches itself, and record it before it does anything.
+    """Start a script that detaches itself, and record its process before it does anything.
 
-    The script forks and prints the child's pid as this process sees it, and the child waits for a line ``go``
-    on its stdin: if we die before the record is on disk, it reads the end of the pipe instead and leaves.
+    The script forks and prints the child's pid; the child waits for a line ``go`` on its stdin. If this process dies
+    before the record is on disk, the child reads the end of the pipe instead, and exits.
     """
     with (
         log.open("ab") as output,
@@ -100,7 +100,7 @@ def start(argv: list[str], *, record: Path, log: Path, cwd: Path, env: dict[str,
 
 
 def tail(log: Path) -> str:
-    """The end of a log, with its name, for an error's message."""
+    """Return the last lines of a log, with its name, for an error message."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join([f"the end of {log}:", *(f"  {line}" for line in lines[-15:])])
 

@@ -1,7 +1,7 @@
 """The record of a lab, in its folder: written by `kit lab up` before it creates anything there.
 
 Operations on a lab run as root and trust its folder. So a folder is accepted as a lab only if nobody but root can have
-written the record, and if the record names this very folder.
+written the record, and the record names this folder.
 """
 
 import json
@@ -20,14 +20,14 @@ DRAFT = "lab.json.draft"
 
 
 def begin(folder: Path, made: dict[str, Any]) -> None:
-    """Create a lab's folder, or take an empty one, and record what will be created in it.
+    """Create a lab's folder, or use an empty one, and record what will be created in it.
 
     Args:
-        folder: the lab's, absolute.
-        made: the names of its hosts' folders as ``hosts``, and whether it has ``slurm``.
+        folder: the lab's absolute path.
+        made: the names of the hosts' folders as ``hosts``, and whether there is ``slurm``.
 
     Raises:
-        KitError: something else is there, or the folder is not root's.
+        KitError: the folder is not empty, or not root's.
     """
     if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
         raise KitError(
@@ -46,7 +46,7 @@ def begin(folder: Path, made: dict[str, Any]) -> None:
     folder.chmod(0o700)  # it will hold the hosts' disks and keys
     draft = folder / DRAFT
     draft.write_text(json.dumps({"made": {**made, "folder": os.path.realpath(folder)}}) + "\n")
-    os.link(draft, folder / FILE)  # in one step, and not over another's
+    os.link(draft, folder / FILE)  # atomically, and without replacing another record
     draft.unlink()
 
 
@@ -62,7 +62,7 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no lab.
-        KitError: `kit lab up` did not write what is there.
+        KitError: the record was not written by `kit lab up`.
     """
     with opened(folder) as (_, record):
         return record
@@ -74,7 +74,7 @@ def opened(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
     Raises:
         FileNotFoundError: there is no lab.
-        KitError: `kit lab up` did not write what is there.
+        KitError: the record was not written by `kit lab up`.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -112,7 +112,7 @@ def _not_ours(folder: Path, why: str) -> KitError:
 
 
 def mounts_below(folder: Path) -> Iterable[str]:
-    """Return the mount points below a folder, relative to it."""
+    """Yield the mount points below a folder, relative to it."""
     prefix = f"{os.path.realpath(folder)}/"
     for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")[:-1]:
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4])

@@ -1,7 +1,7 @@
-"""A Slurm cluster on a lab's hosts: slurmctld beside them, slurmd on each, and this machine submits jobs.
+"""A Slurm cluster on a lab's hosts: slurmd on each, slurmctld beside them, and this machine submits jobs.
 
-The controller (and with accounting slurmdbd and its database) is one more "host" named ``control``, with a disk
-and processes of its own, but on this machine's network. All of it is in the lab's folder:
+The controller (with accounting also slurmdbd and its database) is one more "host" named ``control``, with a disk and
+processes of its own, but on this machine's network. The files are in the lab's folder:
 
     FOLDER/slurm/slurm.conf, cgroup.conf, munge.key   every host has a copy at the same path
                 /slurmdbd.conf                        with accounting
@@ -27,15 +27,15 @@ from nodekit.inventory.errors import KitError
 
 CONTROL = "control"
 MAX_SOCKET_BYTES = 107
-"""What the kernel allows for a socket's path."""
+"""The kernel's limit for the path of a socket."""
 READY_S = 90
-"""slurmctld asks a node whose cable was cut to register again after up to a minute."""
+"""Seconds; slurmctld may take a minute to ask a node to register again after its cable was cut."""
 GRACE_S = 3
-"""How long after its signal a preempted job may go on; Slurm looks every few seconds only."""
+"""Seconds that a preempted job may run after its signal; Slurm checks only every few seconds."""
 STATE_FOLDERS = [Path("/var/spool/slurmctld"), Path("/var/spool/slurmd"), Path("/var/lib/lab-database")]
-"""Where the daemons keep jobs and accounts, empty at first: a Slurm of this machine's may have left its own there."""
+"""Where the daemons keep jobs and accounts; hidden, as a Slurm of this machine may have left its own there."""
 REQUEUE_DELAY_S = 5
-"""The least that Slurm takes: for so long it does not start a job again that it has put back."""
+"""Seconds before Slurm starts a requeued job again; the minimum that it accepts."""
 
 SLURM_CONF = """\
 ClusterName=lab
@@ -130,11 +130,11 @@ sacctmgr -i add account lab
 sacctmgr -i add user root account=lab
 sacctmgr -i modify user root set defaultaccount=lab
 """
-"""The database, slurmdbd and the cluster's account; nothing of it listens but slurmdbd."""
+"""Starts the database and slurmdbd, and creates the cluster's account; only slurmdbd listens on the network."""
 
 
 def slurm_conf(socket: Path, network: str, hosts: Iterable[LabHost], *, has_accounting: bool) -> str:
-    """``slurm.conf`` of a lab."""
+    """Return the ``slurm.conf`` of a lab."""
     control = control_address(network)
     nodes = (f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=500" for host in hosts)
     return SLURM_CONF.format(
@@ -149,7 +149,7 @@ def slurm_conf(socket: Path, network: str, hosts: Iterable[LabHost], *, has_acco
 
 @dataclass(frozen=True, slots=True)
 class LabSlurm:
-    """The Slurm cluster of a lab. This machine is where its users log in: `run` has squeue, sbatch, srun, ..."""
+    """The Slurm cluster of a lab. This machine is its login node: `run` runs squeue, sbatch, srun and so on."""
 
     lab_folder: Path
     network: str
@@ -158,7 +158,7 @@ class LabSlurm:
 
     @property
     def folder(self) -> Path:
-        """Slurm's folder in the lab's, at the same path on every host."""
+        """Slurm's folder in the lab, at the same path on every host."""
         return (self.lab_folder / "slurm").resolve()
 
     @property
@@ -168,18 +168,18 @@ class LabSlurm:
 
     @property
     def conf(self) -> Path:
-        """``slurm.conf``."""
+        """Path of ``slurm.conf``."""
         return self.folder / "slurm.conf"
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment in which Slurm's commands, on this machine, mean this cluster."""
+        """The environment in which Slurm's commands on this machine use this cluster."""
         foreign = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SACCT_")
         ours = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         return {**ours, "SLURM_CONF": str(self.conf)}
 
     def run(self, argv: Sequence[str], *, timeout_s: float = 60) -> str:
-        """Run one of Slurm's commands in the shared folder; returns its output, KitError if it fails."""
+        """Run one of Slurm's commands in the shared folder; return its output, or raise KitError if it fails."""
         try:
             answer = subprocess.run(
                 argv, env=self.env, cwd=self.shared, capture_output=True, text=True, timeout=timeout_s,
@@ -193,12 +193,12 @@ class LabSlurm:
         return answer.stdout
 
     def node_states(self) -> dict[str, str]:
-        """Each node's state as sinfo says it: ``idle``, ``alloc``, ``down*``, ... (``*``: it does not answer)."""
+        """Return node → its state in sinfo: ``idle``, ``alloc``, ``down*`` and so on (``*``: it does not answer)."""
         lines = self.run(["sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t"]).splitlines()
         return dict(line.split() for line in lines)
 
     def wait_idle(self) -> None:
-        """Return when every node is idle; KitError if one is not in time."""
+        """Wait until every node is idle; KitError if one is not in time."""
         deadline = time.monotonic() + READY_S
         while True:
             try:
@@ -216,7 +216,7 @@ class LabSlurm:
             time.sleep(0.1)
 
     def write_files(self) -> None:
-        """Write what Slurm needs, before the hosts start; KitError if it cannot name the lab's folder."""
+        """Write Slurm's files, before the hosts start; KitError if Slurm cannot handle the lab's path."""
         socket = self.folder / "run/munge.socket"
         if not re.fullmatch(r"[\w./+-]+", str(socket), re.ASCII) or len(str(socket)) > MAX_SOCKET_BYTES:
             raise KitError(
@@ -235,9 +235,9 @@ class LabSlurm:
             _write_secret(self.folder / "slurmdbd.conf", SLURMDBD_CONF.format(**settings).encode())
 
     def daemons_of(self, host: str) -> list[list[str]]:
-        """The commands that a host, or the controller, runs one after the other as it boots.
+        """Return the commands that a host, or the controller, runs one after the other as it boots.
 
-        munged needs --force, for it wants everyone to reach its socket, and the lab's folder is root's alone.
+        munged needs --force: it wants its socket to be accessible to all users, and the lab's folder is only root's.
         """
         files = {
             "socket": self.folder / "run/munge.socket",
@@ -253,18 +253,18 @@ class LabSlurm:
         return [munged, *database, ["slurmctld", "-f", str(self.conf)]]
 
     def copy_to(self, host: LabHost) -> None:
-        """Put a host's copy of the files on its disk, before it starts."""
+        """Put a host's copies of the files on its disk, before it starts."""
         disk = self.lab_folder / "hosts" / host.name / "upper"
         folder = lab_disk.make_folder(disk, self.folder)
         for name in ("slurm.conf", "cgroup.conf", "munge.key"):
             shutil.copy2(self.folder / name, folder)
         (folder / "run").mkdir()
-        # Where the commands look if nothing tells them otherwise: they work for who logs in, too.
+        # Slurm's default path: its commands work for users who log in to the host, too.
         default = lab_disk.make_folder(disk, Path("/etc/slurm")) / "slurm.conf"
         default.symlink_to(self.conf)
 
     def start_control(self, *, public_key: str, hidden: Iterable[Path]) -> None:
-        """Start the controller, with a disk and processes of its own, on this machine's network."""
+        """Start the controller, with its own disk and processes, on this machine's network."""
         folder = self.lab_folder / "hosts" / CONTROL
         lab_disk.write_disk(
             folder,
@@ -277,7 +277,7 @@ class LabSlurm:
             has_sshd=False,
         )
         others = "".join(f"{host.address} {host.name}\n" for host in self.hosts.values())
-        # Not 127.0.1.1 for its own name, as Debian has it: it listens where its name points.
+        # Unlike on Debian its name is not 127.0.1.1, since it listens at the address of its name.
         (folder / "upper/etc/hosts").write_text(
             f"127.0.0.1 localhost\n{control_address(self.network)} {CONTROL}\n{others}"
         )

@@ -1,8 +1,7 @@
-"""A slow link of the lab: carries frames between two network interfaces, late, at a rate, losing some.
+"""A slow link of the lab: forwards frames between two interfaces, with a delay, a limited rate and losses.
 
-What ``tc netem`` does, but many kernels of small virtual machines are built without that. A script of its
-own, run as ``python -I -S lab_wire.py NEAR FAR DELAY_S RATE_MBIT LOSS`` (0: no limit) inside the switch's
-network namespace.
+It does what ``tc netem`` does, which many kernels of small virtual machines lack. A stand-alone script, run as
+``python -I -S lab_wire.py NEAR FAR DELAY_S RATE_MBIT LOSS`` (0: no limit) inside the switch's network namespace.
 """
 
 import collections
@@ -20,7 +19,7 @@ SO_RCVBUFFORCE = 33
 MAX_FRAME_BYTES = 1 << 17
 MAX_FRAMES_AT_ONCE = 64
 MAX_QUEUE_S = 0.2
-"""A frame that would wait longer than this for the rate is dropped, as a switch's full buffer would."""
+"""Seconds; a frame that would wait longer for the rate is dropped, as if a switch's buffer were full."""
 
 
 class Line:
@@ -36,8 +35,8 @@ class Line:
         self.queue: collections.deque[tuple[float, bytes]] = collections.deque()
 
     def take_in(self) -> None:
-        """Queue the frames that have arrived, each with the time at which it leaves."""
-        with contextlib.suppress(OSError):  # nothing more to read; or the cable is cut (ENETDOWN)
+        """Queue the frames that have arrived, each with the time when it leaves."""
+        with contextlib.suppress(OSError):  # nothing more to read, or the cable is cut (ENETDOWN)
             for _ in range(MAX_FRAMES_AT_ONCE):
                 frame = self.source.recv(MAX_FRAME_BYTES, socket.MSG_DONTWAIT)
                 now = time.monotonic()
@@ -48,17 +47,16 @@ class Line:
                 self.queue.append((self.free_at + self.delay_s, frame))
 
     def let_out(self) -> None:
-        """Send the frames whose time has come."""
+        """Send the frames that are due."""
         while self.queue and self.queue[0][0] <= time.monotonic():
             with contextlib.suppress(OSError):  # a frame that cannot be sent is lost, as on a cable
                 self.sink.send(self.queue.popleft()[1])
 
 
 def open_interface(name: str) -> socket.socket:
-    """Every frame that comes in on an interface, with a header that says which checksum it needs.
+    """Open a socket for all frames that arrive on an interface, with a header on the checksum that each needs.
 
-    Without that header a local process's frame would arrive with a wrong checksum, and a large one not at
-    all.
+    Without that header, a frame of a local process would arrive with a wrong checksum, and a large one not at all.
     """
     interface = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     interface.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
@@ -81,7 +79,7 @@ def main(near: str, far: str, delay_s: str, rate_mbit: str, loss: str) -> None:
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
-    # On busy cores the delay would be the scheduler's; not everyone may ask.
+    # On busy cores the scheduler would add to the delay. Not every user may set this.
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     settings = float(delay_s), float(rate_mbit), float(loss)
