@@ -1,8 +1,8 @@
 """Charts as inline SVG of full width, each with a description for screen readers; pure.
 
 Horizontal positions are in percent and vertical ones in pixels, so that text keeps its size on a telephone; labels are
-in the drawing's padding. All texts go through markupsafe: none can become a tag. Colours and line
-styles are the page's style sheet's.
+in the drawing's padding. All texts go through markupsafe, so none can become a tag. The page's style sheet has the
+colours and line styles.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from nodekit.deploy.story.history import Span
 
 MOST_POINTS = 800
 MOST_READ = 240
-"""Number of points of a series with a tooltip."""
+"""Points of a series that get a tooltip, at most."""
 MOST_ROWS = 24
 MOST_LONG_MARKS = 12
-"""More marks than this are drawn short, as they would hide the curve."""
+"""If there are more marks, draw them short, as they would hide the curve."""
 _HEIGHT = 220.0
 _ROW = 24.0
 _STEPS = (1, 2, 2.5, 5, 10)
@@ -56,7 +56,7 @@ def _drawing(key: str, title: str, summary: str, parts: Sequence[Markup], **attr
 
 @dataclass(frozen=True)
 class Series:
-    """One line."""
+    """One line of a chart."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -74,22 +74,22 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A line chart and what it says."""
+    """A line chart, and its description in words."""
 
     id: str
     title: str
     summary: str
-    """Description in a sentence."""
+    """The description, in a sentence."""
     x_name: str
     series: Sequence[Series]
     x_text: Callable[[float], str] = field(default=lambda value: f"{value:,.0f}")
     y_text: Callable[[float], str] = field(default=lambda value: f"{value:.4g}")
     y_tick: Callable[[float], str] | None = None
-    """Shorter text for the axis; None: as `y_text`."""
+    """Shorter format for the axis; None: `y_text`."""
     marks: Sequence[Mark] = ()
     from_zero: bool = False
     most: float | None = None
-    """Fixed top of the scale; None: the largest value."""
+    """Fixed upper end of the scale; None: the largest value."""
     is_time: bool = False
 
     @property
@@ -100,7 +100,7 @@ class Chart:
 
     @property
     def has_points(self) -> bool:
-        """Whether there is anything to draw."""
+        """Whether the chart has any points."""
         return any(each.points for each in self.series)
 
     def _range(self) -> tuple[float, float]:
@@ -109,7 +109,7 @@ class Chart:
         return (min(values), max(values)) if values else (0.0, 1.0)
 
     def svg(self) -> Markup:
-        """The drawing."""
+        """Return the chart as SVG."""
         xs = [x for each in self.series for x, _ in each.points] or [0.0]
         left, right = min(xs), max(xs)
         if right <= left:
@@ -167,13 +167,13 @@ class Chart:
         ]
         box = {"viewBox": f"0 0 1000 {_HEIGHT:g}", "preserveAspectRatio": "none"}
         drawn = tag("svg", *parts, **box, width="100%", height=_HEIGHT)
-        if len(points) <= 40:  # few enough to draw a dot for each
+        if len(points) <= 40:  # if there are few points, draw each as a dot
             for x, y in points:
                 drawn += tag("circle", class_=f"dot {colour}", cx=scale.percent(x), cy=scale.y(y), r=2.5)
         return drawn
 
     def _readings(self, scale: _Scale) -> list[list[object]]:
-        """Return the tooltips: share of the width, y in pixels, text."""
+        """Return the tooltips: share of the width, y in pixels, and text."""
         found: list[list[object]] = []
         for each in self.series:
             own = f"{each.name}: " if len(self.series) > 1 else ""
@@ -188,7 +188,7 @@ class Chart:
             return [[self.x_text(x), self.y_text(y)] for x, y in evenly(self.series[0].points, MOST_ROWS)]
         names = [dict(each.points) for each in self.series]
         every = sorted({x for each in names for x in each})
-        # Series with different points: each row has the nearest point of every series.
+        # If the series have different points, each row has every series' nearest point.
         has_nearest = len(every) > MOST_ROWS and not all(set(each) == set(names[0]) for each in names)
         rows = []
         for x, _ in evenly([(x, 0.0) for x in every], MOST_ROWS):
@@ -201,7 +201,7 @@ class Chart:
 
 
 class _Scale:
-    """Maps values to positions."""
+    """Maps values to positions in the drawing."""
 
     def __init__(self, left: float, right: float, low: float, high: float, *, is_log: bool) -> None:
         self.left, self.right = left, right
@@ -228,7 +228,7 @@ class _Scale:
 
 
 def linear_ticks(low: float, high: float, *, most: int = 5) -> list[float]:
-    """Return round numbers from at most `low` to at least `high`."""
+    """Return round numbers from at or below `low` to at or above `high`."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / (most - 1)
@@ -239,7 +239,7 @@ def linear_ticks(low: float, high: float, *, most: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten, also times 2 and 5 if there are few."""
+    """Return powers of ten; if they are few, also 2 and 5 times these."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     powers = [10.0**number for number in range(first, last + 1)]
     if len(powers) > 4:
@@ -250,13 +250,13 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def time_ticks(low: float, high: float) -> list[float]:
-    """Round durations in seconds."""
+    """Return round durations in seconds."""
     step = next((each for each in _TIMES if (high - low) / each <= 6), _TIMES[-1])
     return [float(step * number) for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Return at most about so many points, with the extremes of each interval, so that no spike is lost."""
+    """Return about `most` points at most, with the extremes of each interval, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     found: list[tuple[float, float]] = []
@@ -269,7 +269,7 @@ def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[floa
 
 
 def pieces(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    """Split the points at long gaps, which get no line."""
+    """Split the points at long gaps, across which no line is drawn."""
     gaps = sorted(right[0] - left[0] for left, right in itertools.pairwise(points))
     if not gaps:
         return [list(points)]
@@ -283,26 +283,26 @@ def pieces(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, floa
 
 
 def evenly(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Return so many evenly spaced points, including the first and last."""
+    """Return `most` evenly spaced points, including the first and the last."""
     if len(points) <= most:
         return list(points)
     return [points[round(number * (len(points) - 1) / (most - 1))] for number in range(most)]
 
 
 def nearest(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Return the value of the nearest point."""
+    """Return the value of the point nearest to `x`."""
     return min(points, key=lambda point: abs(point[0] - x))[1]
 
 
 class Clock:
-    """The uptime of a run as a scale, without the breaks between sessions."""
+    """Maps times to a run's uptime, which leaves out the breaks between sessions."""
 
     def __init__(self, sessions: Sequence[tuple[float, float]]) -> None:
         self._sessions = sessions
         self.total_s = sum(end - start for start, end in sessions) or 1.0
 
     def at(self, time: float) -> float:
-        """Return the uptime in seconds until then."""
+        """Return the uptime in seconds at a time."""
         up = 0.0
         for start, end in self._sessions:
             up += min(max(time - start, 0.0), end - start)
@@ -310,7 +310,7 @@ class Clock:
 
     @property
     def breaks(self) -> list[tuple[float, float]]:
-        """The breaks: at which second of uptime, and how long."""
+        """The breaks: the uptime at each, and its length, in seconds."""
         return [
             (self.at(end), following - end) for (_, end), (following, _) in itertools.pairwise(self._sessions)
         ]
@@ -340,12 +340,12 @@ def timeline(
     *,
     summary: str,
 ) -> Markup:
-    """Return the timeline: a row with the attempts, and one per node.
+    """Return the timeline: one row for the attempts, and one per node.
 
     Args:
-        spans: node → what it did.
-        attempts: (name, start, end, description), in seconds since 1970.
-        clock: the run's time.
+        spans: node → what it did, and when.
+        attempts: (name, start, end, description); times in seconds since 1970.
+        clock: of the run.
         summary: description in a sentence.
     """
     total = clock.total_s
@@ -372,7 +372,7 @@ def timeline(
 
 
 def _attempt(name: str, left: float, right: float, told: str) -> Markup:
-    """Return the bar of an attempt; `left` and `right` are shares of the uptime."""
+    """Return the bar of an attempt; `left` and `right` are shares of the run's uptime."""
     bar = tag("rect", class_="attempt", x=0, y=4, width="100%", height=_ROW - 8, rx=3)
     shown = tag("text", name if right - left > 0.035 else "", class_="inside", x=6, y=_ROW / 2 + 4)
     group = tag("g", tag("title", told), bar, shown)
@@ -406,7 +406,7 @@ def _row(top: float, node: str, spans: Sequence[Span], clock: Clock) -> list[Mar
 
 
 def bar(parts: Sequence[tuple[str, float, str]], *, title: str, summary: str) -> Markup:
-    """Return a stacked bar of (class, share, label); the shares add up to 1."""
+    """Return a stacked bar of (class, share, label); shares should add up to 1."""
     drawn, at = [], 0.0
     for name, share, label in parts:
         if share <= 0:

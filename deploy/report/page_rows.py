@@ -1,4 +1,4 @@
-"""The rows of the report's tables, and how a time, a share or a folder reads there; pure."""
+"""Formats the rows of the report's tables, and the times, shares and folders in them; pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attempt_row(attempt: Attempt) -> list[str]:
 
 
 def snapshot_row(key: tuple[int, int], notes: Sequence[Event]) -> list[str]:
-    """Return the row of a snapshot: (step, generation), and the nodes' records of it."""
+    """Return the row of a snapshot: `key` is (step, generation), `notes` are the nodes' events about it."""
     size = max(as_int(each.get("bytes")) for each in notes)
     return [
         f"{key[0]:,}",
@@ -45,7 +45,7 @@ def snapshot_row(key: tuple[int, int], notes: Sequence[Event]) -> list[str]:
 
 
 def event_row(event: Event) -> dict[str, str]:
-    """Return the row of an event, and what is shown when it is opened."""
+    """Return the row of an event, with the text that is shown when the row is opened."""
     hidden = ("run", "at", "about", "about_start")
     fields = [
         (key, value) for key, value in event.fields.items() if key not in hidden and value not in (None, "")
@@ -84,25 +84,25 @@ def without_empty(value: Any) -> Any:
 
 
 def time_text(seconds: float) -> str:
-    """Return a moment, with its date and time zone."""
+    """Format a time with its date and time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
 
 
 def time_of_day(seconds: float) -> str:
-    """Return a moment, in short."""
+    """Format a time without year and time zone."""
     return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def common(folders: Iterable[str]) -> str:
-    """Return the folders, each once, and the first few only."""
+    """Join the different folders, but no more than three."""
     return ", ".join(list(dict.fromkeys(each for each in folders if each))[:3]) or "–"
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Return a value that ought to be a mapping; an empty one where it is none."""
+    """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def share_text(goodput: Goodput) -> str:
-    """Return the goodput in per cent."""
+    """Format the goodput in per cent."""
     return "–" if goodput.share is None else f"{goodput.share:.1%}"

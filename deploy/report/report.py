@@ -26,17 +26,17 @@ if TYPE_CHECKING:  # `kit --help` needs none of these
     from nodekit.inventory.schema import Host
 
 ASK_TIMEOUT_S = 8.0
-"""Time limit for all questions to hosts: a report does not wait for hosts that are down."""
+"""Seconds for all requests to hosts together: a report does not wait for hosts that are down."""
 LOSS_POINTS = 600
 END_MARGIN_S = 0.5
-"""A step's line may be slightly later than the end of its attempt, by another node's clock."""
+"""Seconds; the last step's line may be slightly later than the end of its attempt, by another node's clock."""
 
 
 def write(path: Path, text: str) -> None:
     """Write a file atomically, readable only by its owner.
 
     Raises:
-        KitError: it cannot be written.
+        KitError: the file cannot be written.
     """
     try:
         whole_file.write(path, text)
@@ -47,7 +47,7 @@ def write(path: Path, text: str) -> None:
 
 
 def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, History]:
-    """Return the record, the events without secrets, the redactor, and the history."""
+    """Return the record, the events without secrets, the redactor and the history."""
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.output.redact import Redactor
     from nodekit.deploy.records import runs
@@ -57,7 +57,7 @@ def _story(run: Run, options: SshOptions) -> tuple[Run, list[Event], Redactor, H
     redactor = Redactor(run.inventory, known=[run.token] if run.token else [])
     if redactor.warning:
         options.notice(f"warning: {redactor.warning}")
-    # First of all: a shortened text might contain a part of a secret, which would not be recognised.
+    # Before texts are shortened: a part of a secret would not be recognized.
     events = redactor.tree(events)
     least = min((int(node["min_nodes"]) for node in run.nodes.values()), default=None)
     history = History.of(events, now=run.end_or_now(), min_nodes=least)
@@ -87,13 +87,13 @@ def to_json(run: Run, options: SshOptions) -> str:
 
 
 def build(run: Run, options: SshOptions, *, offline: bool = False) -> str:
-    """The page of a run."""
+    """Return a run's report as an HTML page."""
     from nodekit.deploy.backend import backend_of
     from nodekit.deploy.report import report_page
     from nodekit.deploy.story.summary import guess_now
 
     hosts: Mapping[str, Host] = {}
-    with contextlib.suppress(KitError):  # an inventory of an older kit may not be read any more
+    with contextlib.suppress(KitError):  # the inventory may be of an older version, and no longer valid
         hosts = hosts if offline else backend_of(run).hosts(run)
     run, events, redactor, history = _story(run, options)
     own = {name: host for name, host in hosts.items() if name in run.nodes}
@@ -119,7 +119,7 @@ def build(run: Run, options: SshOptions, *, offline: bool = False) -> str:
 def _ask(
     run: Run, hosts: Mapping[str, Host], options: SshOptions, history: History
 ) -> tuple[list[Point], dict[str, dict[str, Any]], str]:
-    """Ask the hosts for a finer loss curve and versions; returns these, and a note on who answered."""
+    """Ask the hosts for a finer loss curve and versions; return these, and a note on which hosts answered."""
     found: dict[str, dict[str, Any]] = {}
     curves: dict[str, list[list[float]]] = {}
     asking = threading.Thread(target=_ask_hosts, args=(run, hosts, options, found, curves), daemon=True)
@@ -139,12 +139,12 @@ def _ask(
 def finer(
     history: History, curves: Mapping[str, Sequence[Sequence[float]]], offsets: Mapping[str, float]
 ) -> list[Point]:
-    """Return the loss curve from nodes' ``metrics.jsonl``, or from the samples of attempts without any; pure.
+    """Return the loss curve from nodes' ``metrics.jsonl``; attempts without any keep their samples; pure.
 
     Args:
         history: of the run.
-        curves: node → ``[step, time by its clock, loss]``.
-        offsets: node → its clock minus ours.
+        curves: node → ``[step, time by the node's clock, loss]``.
+        offsets: node → its clock minus this machine's.
     """
     from nodekit.deploy.story.history import Point, standing
 
@@ -171,11 +171,11 @@ def _ask_hosts(
     found: dict[str, dict[str, Any]],
     curves: dict[str, list[list[float]]],
 ) -> None:
-    """Ask all hosts in parallel; fills `found` and `curves` as answers arrive."""
+    """Ask all hosts in parallel; fill `found` and `curves` as answers arrive."""
     from nodekit.deploy.connect import cluster
     from nodekit.deploy.connect.channel import on_all
 
-    # Asking at the terminal could exceed the time limit.
+    # Never prompt: waiting for the user could exceed the time limit.
     quiet = dataclasses.replace(options, notice=lambda _: None, may_ask=False)
     until = time.monotonic() + ASK_TIMEOUT_S
 

@@ -14,7 +14,7 @@ from nodekit.deploy.story.event_text import metric
 from nodekit.deploy.story.history import Attempt, History, Point
 
 MOST_LINES = 5
-"""More nodes than this are drawn as their median and range."""
+"""If there are more nodes, draw their median and range."""
 
 _Value = Callable[[Event], Any]
 
@@ -144,7 +144,7 @@ def _usage_row(name: str, own: Sequence[Event]) -> list[str]:
 def _lines(
     samples: Mapping[str, Sequence[Event]], value_of: _Value, clock: Clock
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return node → a value over the uptime, of nodes that report it."""
+    """Return node → a value over the uptime, for nodes that report the value."""
     lines = {}
     for node, own in samples.items():
         points = [(clock.at(each.time), value_of(each)) for each in own]
@@ -183,7 +183,7 @@ def _usage_chart(
 
 
 def _middle(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Series:
-    """Return one line for many nodes: their median, with minimum and maximum as the band."""
+    """Return a series for many nodes: their median, with minimum and maximum as the band."""
     begin = min(points[0][0] for points in lines.values())
     end = max(points[-1][0] for points in lines.values())
     middle, band = [], []
@@ -243,7 +243,7 @@ def _of(field: str) -> _Value:
 
 
 def share_text(value: float) -> str:
-    """Return a share as `12.3 %`."""
+    """Format a share: `12.3 %`."""
     return f"{100 * value:.3g} %"
 
 
@@ -256,10 +256,10 @@ def _elapsed(seconds: float) -> str:
 
 
 def as_int(value: Any) -> int:
-    """Return a recorded number; 0 for anything else."""
+    """Return a recorded number as an int; 0 if it is none."""
     return int(value) if isinstance(value, int | float) else 0
 
 
 def as_float(value: Any) -> float:
-    """As `as_int`."""
+    """Return a recorded number as a float; 0.0 if it is none."""
     return float(value) if isinstance(value, int | float) else 0.0

@@ -76,32 +76,32 @@ UNTOLD_CAUSES = {
     "restart": "from a loss or failure until the ranks ran again",
     "end": "after the ranks had ended: last copies, and the farewell",
 }
-"""In their place where no step was ever told."""
+"""Replace those of `CAUSES` if no step was ever reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The data of a page."""
+    """The data of a report."""
 
     run: Run
     history: History
     events: Sequence[Event]
     redactor: Redactor
     written: str
-    """The program and time of writing."""
+    """The program that writes the report, and when."""
     losses: Sequence[Point] = ()
-    """A finer loss curve than the samples', if a node answered."""
+    """A loss curve finer than the samples, if a node has answered."""
     guess: Guess | None = None
-    """How far it seems to be by what it printed, where it told of no step."""
+    """The step as guessed from the job's output, if none was reported."""
     versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """node → its software versions now; those recorded at the start of the run take precedence."""
+    """Node → its software versions now; those recorded at the start of the run take precedence."""
     asked: str = ""
-    """A note on which nodes were asked and answered."""
+    """A note on which nodes have answered."""
 
 
 def page(source: Source) -> str:
-    """Return the page."""
-    # The only place where secrets are removed: the whole page, with its charts, is made from the result.
+    """Return the report as an HTML page."""
+    # Secrets are removed here only: the whole page, with its charts, is made from the result.
     source = source.redactor.tree(source)
     history, run = source.history, source.run
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -139,7 +139,7 @@ def _hash(text: str) -> str:
 
 
 class _View:
-    """The parts of the page, each as variables of the template."""
+    """Computes the template's variables for each part of the page."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -209,7 +209,7 @@ class _View:
     def _story(self) -> list[tuple[str, str]]:
         narrator = Narrator()
         told = [(event, text) for event in self._source.events for text in narrator.tell(event)]
-        # Evaluations have a chart.
+        # evaluations are in a chart
         return [(time_of_day(event.time), text) for event, text in told if event.kind != "evaluation"]
 
     # --- timeline ---
@@ -303,7 +303,7 @@ class _View:
             generation = as_int(event.get("generation"))
             groups.setdefault((as_int(event.get("step")), generation), []).append(event)
             number[generation, str(event.node)] += as_int(event.get("count")) or 1
-        # Nodes record the same snapshots; not all of them, where one was away.
+        # Nodes record the same snapshots, but a node that was away lacks some.
         most = collections.Counter(generation for _, generation in groups)
         for (generation, _), own in number.items():
             most[generation] = max(own, most[generation])
@@ -414,7 +414,7 @@ class _View:
             for failure in sorted(those, key=lambda each: (each is not first, each.when)):
                 is_first = failure is first
                 how = "failed first" if is_first else "failed too"
-                # Even if it is the only one: a node was lost, or a rank left no error.
+                # True even of the only failure: a node may have been lost, or a rank left no error.
                 if blames_another(failure):
                     how = "ended because of another"
                 cause = recognise(failure.error, failure.exitcode, failure.kernel) if is_first else None
