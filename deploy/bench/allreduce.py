@@ -1,8 +1,8 @@
-"""One rank of a measured all-reduce; a program of its own that a host's python reads from its stdin.
+"""Measures all-reduces as one rank; a stand-alone program that a host's python reads from stdin.
 
-Its argument is JSON: ``backend``, ``sizes`` (bytes, growing), ``seconds`` for all of them, ``share`` of this machine's
-free memory. Who it is stands in RANK and its kin. Rank 0 prints one line of JSON: ``num_ranks``, ``points`` (bytes,
-seconds), and ``stopped``, why the sizes after those were left out.
+Its argument is JSON: ``backend``, ``sizes`` (bytes, increasing), ``seconds`` for all sizes together, and ``share`` of
+the machine's free memory that it may use. RANK and torchrun's other variables identify the rank. Rank 0 prints one
+line of JSON: ``num_ranks``, ``points`` (bytes, seconds), and ``stopped``, why larger sizes were left out.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     import torch
 
 MEET_S = 60.0
-"""Time for the ranks to import torch and rendezvous."""
+"""Seconds for the ranks to import torch and rendezvous."""
 _ENOUGH_S = 0.4
 _WARM_UP = 2
-"""At each size with NCCL, as nccl-tests does: it opens channels when it first takes a way."""
+"""All-reduces before each size with NCCL, as in nccl-tests: NCCL opens channels at the first use of an algorithm."""
 _MOST_TIMES = 20
 _LEAST_TIMES = 3
 _BLOCKS = 5
 _COPIES = 4
-"""Memory taken by a message, in messages: itself, the buffers of gloo or nccl, and a reserve."""
+"""Memory needed per message, in messages: the message, buffers of gloo or NCCL, and a reserve."""
 _MOST_SHARE = 0.4
-"""Skip a size if one all-reduce of it would take more than this share of the time left: it is sent at least twice."""
+"""Skip a size if one all-reduce of it would take more than this share of the time left: it runs at least twice."""
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Measure size after size until one would be too large or take too long."""
-    gc.disable()  # the imports leave no garbage, and looking for some takes a fifth of their time
+    """Measure increasing sizes, until one would be too large or take too long."""
+    gc.disable()  # the imports leave no garbage, and collections would take a fifth of their time
     import torch
     import torch.distributed as dist
 
@@ -52,7 +52,7 @@ def main(settings: dict[str, Any]) -> None:
         return torch.zeros(size_bytes // 4, dtype=torch.float32, device=device)
 
     def block_s(tensor: torch.Tensor, times: int) -> float:
-        """Seconds per all-reduce, averaged over the ranks as nccl-tests does."""
+        """Return the seconds per all-reduce, averaged over the ranks as in nccl-tests."""
         dist.barrier()
         begin = time.monotonic()
         for _ in range(times):
@@ -64,7 +64,7 @@ def main(settings: dict[str, Any]) -> None:
         return float(seconds.item()) / num_ranks
 
     def told(number: int) -> int:
-        """Broadcast rank 0's number: decisions by each rank's own clock would differ."""
+        """Broadcast rank 0's number: decisions by each rank's own clock could differ."""
         answer = torch.tensor([number], device=device)
         dist.broadcast(answer, src=0)
         return int(answer.item())
@@ -90,7 +90,7 @@ def _measure(
     block_s: Callable[[torch.Tensor, int], float],
     told: Callable[[int], int],
 ) -> tuple[list[tuple[int, float]], str]:
-    """Return the points, and why the remaining sizes were skipped. `main` documents the functions passed in."""
+    """Return the points, and why larger sizes were skipped; the callables are documented in `main`."""
     deadline = time.monotonic() + settings["seconds"]
     points: list[tuple[int, float]] = []
     last = (settings["sizes"][0], 0.0)
@@ -116,7 +116,7 @@ def _measure(
 
 
 def _free_bytes() -> float:
-    """Return the free memory of this machine, or of its container."""
+    """Return the free bytes of memory on this machine, or in its container."""
     free = float("inf")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""`kit bench`: measure the network between the hosts, show it, and forecast what it leaves of a job's speed."""
+"""`kit bench`: measures the network between the hosts, and forecasts a job's speed on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 JOB = "job"
-"""As the value of --plan: the model that the inventory's job trains."""
+"""Value of --plan: the model that the inventory's job trains."""
 NUM_NODES = 8
 """Number of nodes to forecast for if no inventory is given."""
 _MOST_COLUMNS = 5
@@ -41,13 +41,13 @@ _NO_TERMINAL_WIDTH = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line of `kit bench` says."""
+    """The options of `kit bench`."""
 
     inventory: Path | None
     ssh: SshOptions
     max_size: str = "1GiB"
     time_limit_s: float = netbench.REDUCE_S
-    """Time limit for all sizes of the all-reduce together."""
+    """Seconds for all sizes of the all-reduce together."""
     pair_s: float = netbench.PAIR_S
     png: Path | None = None
     csv: Path | None = None
@@ -65,11 +65,11 @@ class Options:
 
 
 MOST_S = 86400.0
-"""A day."""
+"""One day."""
 
 
 def bench(options: Options) -> int:
-    """Measure, show and forecast; the exit status is 1 if something could not be measured."""
+    """Measure, print and forecast; return 1 if something could not be measured, else 0."""
     _refuse(options)
     max_bytes = size_bytes(options.max_size)
     job = _job(options) if options.model and options.model != JOB else None
@@ -98,7 +98,7 @@ def bench(options: Options) -> int:
 
 
 def _refuse(options: Options) -> None:
-    """Raise KitError for options that do not go together."""
+    """Raise KitError for options that contradict each other."""
     if options.link is None and options.inventory is None:
         raise KitError(
             "which hosts? kit bench INVENTORY measures between them; with no hosts, "
@@ -122,7 +122,7 @@ def _refuse(options: Options) -> None:
             f"--seconds is above 0, and --time-limit at least 0 (0: no all-reduce); both at most {MOST_S:g}"
         )
     for option, path in (("--png", options.png), ("--csv", options.csv)):
-        # Before minutes of measuring; what is tried again at the end may fail in other ways.
+        # Checked before minutes of measuring; writing at the end may still fail.
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             why = "it is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
             raise KitError(f"{option} {path}: cannot be written: {why}")
@@ -170,7 +170,7 @@ def _measure(options: Options, max_bytes: int) -> tuple[Measured, Job | None]:
         if options.model == JOB:
             try:
                 job = pacing.on_first(inventory, channels, measured.nodes, progress)
-            except KitError as error:  # the measurement is shown nevertheless
+            except KitError as error:  # the measurement is printed nevertheless
                 problems = (*measured.problems, str(error))
                 measured = dataclasses.replace(measured, problems=problems)
     return measured, job and _as_asked(job, options)
@@ -185,7 +185,7 @@ def _job_here(options: Options) -> Job:
 
 
 def _as_asked(job: Job, options: Options) -> Job:
-    """Return the job with the values that the command line overrides."""
+    """Return the job with the values that the command line gives instead."""
     return dataclasses.replace(job, step_s=options.step_s or job.step_s, batch=options.batch or job.batch)
 
 
@@ -213,7 +213,7 @@ def _plan(options: Options, job: Job, measured: Measured | None) -> forecast.Pla
 
 
 def curve_of(points: Sequence[Reduced], num_nodes: int, link_bytes_per_s: float) -> Curve:
-    """Return the measured curve: nccl's if there is one (it may use RDMA, which can be faster than TCP)."""
+    """Return the measured curve: NCCL's if there is one, which may use RDMA and be faster than TCP, else gloo's."""
     by_backend = netbench_report.by_backend(points)
     own = by_backend.get("nccl") or by_backend["gloo"]
     return Curve.measured(
@@ -224,7 +224,7 @@ def curve_of(points: Sequence[Reduced], num_nodes: int, link_bytes_per_s: float)
 
 
 def nums_nodes(most: int) -> list[int]:
-    """Return 1, 2, 4 and so on up to `most`, which is included."""
+    """Return 1, 2, 4 and so on up to `most`, and `most`."""
     found = [1]
     while found[-1] * 2 < most:
         found.append(found[-1] * 2)
@@ -232,7 +232,7 @@ def nums_nodes(most: int) -> list[int]:
 
 
 def rate_bytes(text: str) -> float:
-    """Bytes per second of ``1Gb``, ``25Gbit/s``, ``1.2GB/s`` (a small b is a bit, as ever)."""
+    """Parse a rate into bytes per second: ``1Gb``, ``25Gbit/s``, ``1.2GB/s``; as usual, b is a bit and B a byte."""
     found = _RATE.fullmatch(text.strip())
     if found is None or not float(found[1]):
         raise KitError(f"--link {text}: wanted a rate, as 1Gb, 100Mbit/s or 1.2GB/s")
@@ -241,7 +241,7 @@ def rate_bytes(text: str) -> float:
 
 
 def time_s(text: str) -> float:
-    """Seconds of ``0.2ms``, ``50us``."""
+    """Parse a time into seconds: ``0.2ms``, ``50us``."""
     found = _TIME.fullmatch(text.strip())
     if found is None:
         raise KitError(f"--latency {text}: wanted the time of a round trip, as 0.2ms or 50us")
@@ -250,7 +250,7 @@ def time_s(text: str) -> float:
 
 
 def size_bytes(text: str) -> int:
-    """Of ``64MiB``, ``1G``, in powers of 1024."""
+    """Parse a size into bytes: ``64MiB``, ``1G``; all units are powers of 1024."""
     found = _SIZE.fullmatch(text.strip())
     size = int(float(found[1]) * 1024 ** _POWERS[found[2].upper()]) if found else 0
     if size < netbench.SMALLEST_BYTES:
@@ -263,7 +263,7 @@ def size_bytes(text: str) -> int:
 
 @contextlib.contextmanager
 def showing() -> Iterator[Progress]:
-    """Show the progress on stderr: a bar on a terminal, else a line per task that starts."""
+    """Show progress on stderr: a bar in a terminal, else a line for each task that starts."""
     if not sys.stderr.isatty():
         begun: set[str] = set()
 
@@ -274,7 +274,7 @@ def showing() -> Iterator[Progress]:
 
         yield line
         return
-    from rich import progress as rich  # not needed where there is no terminal
+    from rich import progress as rich  # only terminals need it
 
     with rich.Progress(
         rich.TextColumn("{task.description}"),
@@ -339,7 +339,7 @@ def _show(measured: Measured | None, planned: forecast.Plan | None, problems: Se
 
 
 def plan_table(planned: forecast.Plan) -> Table:
-    """Return a table with a row per strategy: time per step and scaling efficiency."""
+    """Return a table with a row per strategy: time per update and scaling efficiency."""
     from rich.table import Table
 
     rows = [_columns(row) for row in planned.rows]
@@ -366,7 +366,7 @@ def _plan_cell(found: Forecast) -> str:
 
 
 def plan_json(planned: forecast.Plan) -> dict[str, Any]:
-    """The forecast for programs."""
+    """Return the forecast as JSON values."""
     return {
         "num_parameters": planned.job.num_parameters,
         "gradient_bytes": planned.job.size_bytes,
@@ -388,6 +388,6 @@ def _write(options: Options, measured: Measured) -> None:
             elif why := netbench_report.write_png(measured, path):
                 print(why, file=sys.stderr)
                 continue
-        except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such kind of file
+        except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the file's suffix
             raise KitError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
         print(f"wrote {path}", file=sys.stderr)

@@ -1,14 +1,14 @@
-"""How fast several nodes will train, by the size of the model, one node's step and the network between them; pure.
+"""Forecasts the speed of training on several nodes, from model size, one node's step time and the network; pure.
 
-What is assumed, and tried by ``bench/plan``:
+The assumptions, which ``bench/plan`` tests:
 
-- An all-reduce takes what was measured for its size; between two sizes time goes on a straight line, so each stretch
-  has a latency and a rate of its own (an alpha and a beta), and beyond the last its rate holds. With k nodes in place
-  of the n measured, latency goes with the k - 1 stations of a ring, the rest with 2 (k - 1) / k.
-- Of a step's computing the last two thirds are the backward pass (a multiplication forward is two backward), in which
-  gradients become ready evenly, last layers first. DDP sends them in buckets, of 1 MiB first and then 25 MiB, one
-  after the other, each as soon as it is ready. Nothing else hides communication.
-- The batch per node stays the same: more nodes make a step of more samples.
+- An all-reduce takes the time that was measured for its size. Between two sizes the time is interpolated linearly, so
+  each interval has its own latency and rate (alpha and beta); beyond the last size, its rate holds. For k nodes instead
+  of the n measured, latency scales with the k - 1 hops of a ring, and the rest with (k - 1) / k.
+- The last two thirds of a step's compute time are the backward pass (for each multiplication forward there are two
+  backward), in which gradients become ready evenly, last layers first. DDP sends them in buckets, the first of 1 MiB
+  and the others of 25 MiB, one after the other, each as soon as it is ready. Nothing else hides communication.
+- The batch per node stays the same: with more nodes, a step has more samples.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BACKWARD = 2 / 3
-"""Share of a step's compute time."""
+"""The backward pass's share of a step's compute time."""
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-"""DistributedDataParallel's defaults."""
+"""Bucket sizes of DistributedDataParallel, by default."""
 SMALL_BYTES = 64
-"""Size of the losses and flags that the ranks exchange in each step."""
+"""Bytes of losses and flags that the ranks exchange in each step."""
 SUMS_EVERY_S = 2.0
-"""With local SGD, ranks exchange these about this often, and at each sync step."""
+"""With local SGD, ranks exchange losses and flags at each sync step, and otherwise about this often, in seconds."""
 MATRIX = 1024
 """Assumed size of a model's square matrices, for PowerSGD, if only the number of parameters is known."""
 GOOD = 0.9
-"""The least scaling efficiency to recommend."""
+"""The lowest scaling efficiency to recommend."""
 WORTH = 1.2
-"""The least speed-up over one node to recommend several."""
+"""The lowest speed-up over one node for which several nodes are recommended."""
 HS = (8, 16, 32, 50, 100, 128, 200, 256, 500)
-"""Steps between two averages to choose from. Local SGD and DiLoCo were shown to learn as well with up to some 500."""
+"""Steps between two averages to choose from; local SGD and DiLoCo were shown to learn as well with up to about 500."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The duration of an all-reduce by its size, for the number of nodes it was measured on."""
+    """The duration of an all-reduce by its size, for the number of nodes on which it was measured."""
 
     num_nodes: int
     points: tuple[tuple[float, float], ...]
     """(bytes, seconds), with increasing sizes and non-decreasing times."""
     least_s_per_byte: float = 0.0
-    """Lower bound of the seconds per byte beyond the largest size, whatever the last two points suggest."""
+    """Lower bound of the seconds per byte beyond the largest size."""
 
     @classmethod
     def measured(
         cls, points: Sequence[tuple[float, float]], *, num_nodes: int, link_bytes_per_s: float | None = None
     ) -> Curve:
-        """Return the curve of measured times. Times out of order (noise) are replaced by their mean.
+        """Return the curve of measured times; times that decrease with the size (noise) are replaced by their mean.
 
         Args:
-            points: (bytes, seconds), sizes growing.
-            num_nodes: between which they were measured.
-            link_bytes_per_s: of the links, if all goes through them as it does through a TCP connection.
+            points: (bytes, seconds), by increasing size.
+            num_nodes: number of nodes in the measurement.
+            link_bytes_per_s: speed of the links, if all data goes through them, as it does with TCP.
         """
         groups: list[list[float]] = []
         for _, seconds in points:
@@ -77,7 +77,7 @@ class Curve:
         return cls(num_nodes, tuple((size, latency_s + size * share) for size in (1.0, 2.0**30)))
 
     def seconds(self, size_bytes: float, num_nodes: int | None = None) -> float:
-        """Return the seconds for so many bytes; None nodes: as many as it was measured on."""
+        """Return the seconds of an all-reduce of this size; `num_nodes` None: as many nodes as were measured."""
         if num_nodes == 1:
             return 0.0
         found = self._seconds(size_bytes)
@@ -109,11 +109,11 @@ def _mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training job."""
+    """A training job, as far as its speed depends on it."""
 
     num_parameters: int
     step_s: float
-    """Seconds per step on a single node."""
+    """Seconds per step on one node alone."""
     batch: int | None = None
     """Samples per step; None: unknown."""
     gradient_bytes: int = 4
@@ -136,21 +136,21 @@ class Way:
     accumulate: int = 1
     """Micro-batches per exchange, each of one node's batch size."""
     local_steps: int = 0
-    """0: the gradients are exchanged in each step."""
+    """Steps between two averages; 0: exchange gradients in each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The performance of a strategy on a number of nodes."""
+    """The speed of a strategy on a number of nodes."""
 
     way: Way
     num_nodes: int
     step_s: float
-    """Time from one update to the next; the mean for local SGD."""
+    """Seconds from one update to the next; with local SGD, the mean."""
     exchange_s: float
-    """Duration of one exchange, overlapped or not."""
+    """Seconds of one exchange, overlapped or not."""
     efficiency: float
-    """Scaling efficiency: samples per second over those of as many independent nodes."""
+    """Samples per second over those of as many independent nodes."""
     samples_per_s: float | None
 
     @property
@@ -198,7 +198,7 @@ def forecast(way: Way, job: Job, curve: Curve, num_nodes: int) -> Forecast:
 
 
 def buckets(size_bytes: float, *, first: bool = True) -> list[float]:
-    """Split so many bytes into DDP's buckets; the first one is small, so that sending can start early."""
+    """Split this many bytes into DDP's buckets; `first`: the first one is small, so that sending can start early."""
     found = [min(size_bytes, FIRST_BUCKET_BYTES)] if first else []
     left = size_bytes - sum(found)
     while left > 0:
@@ -208,7 +208,7 @@ def buckets(size_bytes: float, *, first: bool = True) -> list[float]:
 
 
 def _messages(way: Way, job: Job, curve: Curve, num_nodes: int) -> list[tuple[float, float]]:
-    """Return, per bucket, its share of the gradients and the seconds to send it."""
+    """Return for each bucket its share of the gradients, and the seconds to send it."""
     found = []
     for size in buckets(job.size_bytes):
         share = size / job.size_bytes
@@ -224,7 +224,7 @@ def _messages(way: Way, job: Job, curve: Curve, num_nodes: int) -> list[tuple[fl
 
 
 def _overlapped(step_s: float, messages: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of a DDP step: a bucket is sent when it is ready and the previous one has been sent."""
+    """Return the seconds of a DDP step: a bucket is sent once it is ready and the previous one has been sent."""
     free_at = 0.0
     ready_share = 0.0
     for share, seconds in messages:
@@ -239,11 +239,11 @@ def _overlapped(step_s: float, messages: Sequence[tuple[float, float]]) -> float
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All strategies on all numbers of nodes, and the recommended one."""
+    """Forecasts of all strategies on all numbers of nodes, and a recommendation."""
 
     job: Job
     rows: tuple[tuple[Forecast, ...], ...]
-    """One row per strategy, with a forecast per number of nodes."""
+    """One row per strategy, with a forecast for each number of nodes."""
     sentence: str
 
 
@@ -259,12 +259,12 @@ def plan(
     """Compare all strategies, and recommend one for the largest number of nodes.
 
     Args:
-        job: what is to be trained.
+        job: the job to forecast.
         curve: of the network between the nodes.
-        nums_nodes: how many there may be, growing.
-        accumulate: how many micro-batches to try.
-        local_steps: the H of local SGD; None: the least of `HS` that is good.
-        link_text: the network in words.
+        nums_nodes: numbers of nodes, increasing.
+        accumulate: micro-batches per exchange to try.
+        local_steps: H of local SGD; None: the smallest of `HS` that is efficient enough.
+        link_text: description of the network.
     """
     most = nums_nodes[-1]
     chosen = local_steps or enough_local_steps(job, curve, most)
@@ -314,7 +314,7 @@ def _share(found: Forecast) -> str:
 
 
 def parameters_text(number: int) -> str:
-    """``110 M``, ``6.7 G``: as many digits as tell."""
+    """Format a number of parameters with three digits: ``110 M``, ``6.7 G``."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 0.9995 * size:
             return f"{number / size:.3g} {unit}" if number < 999.5 * size else f"{number / size:,.0f} {unit}"
@@ -322,7 +322,7 @@ def parameters_text(number: int) -> str:
 
 
 def seconds_of(seconds: float) -> str:
-    """``3.6 s``, ``12 ms``."""
+    """Format seconds: ``3.6 s``, ``12 ms``."""
     if seconds >= 0.0995:
         return f"{seconds:,.2g} s" if seconds < 99.5 else f"{seconds:,.0f} s"
     return f"{seconds * 1e3:.2g} ms" if seconds >= 9.95e-5 else f"{math.ceil(seconds * 1e6)} µs"

@@ -1,7 +1,8 @@
-"""Copies between all pairs of this host's GPUs; a program of its own that a host's python reads from its stdin.
+"""Measures copies between all pairs of a host's GPUs; a stand-alone program that a host's python reads from stdin.
 
-Its argument is JSON: ``size_bytes`` of a copy. It prints one line of JSON: ``pairs`` (from, to, as torch numbers them,
-bytes per second, whether the one reaches the other's memory itself), and ``topo``, what `nvidia-smi topo -m` says.
+Its argument is JSON: ``size_bytes`` of a copy. It prints one line of JSON: ``pairs`` (source, target, in torch's
+numbering, bytes per second, whether the source can access the target's memory), and ``topo``, the output of `nvidia-smi
+topo -m`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _TOPO_S = 20.0
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Measure pair after pair: one copy at a time, so that no pair shares a link with another."""
+    """Measure one pair at a time, so that no pair shares a link with another."""
     import torch
 
     number = torch.cuda.device_count()
@@ -42,7 +43,7 @@ def main(settings: dict[str, Any]) -> None:
                 continue
             source = torch.zeros(size_bytes, dtype=torch.uint8, device=f"cuda:{one}")
             target = torch.zeros(size_bytes, dtype=torch.uint8, device=f"cuda:{other}")
-            copied_s(source, target, _WARM_UP)  # opens the way, which takes some milliseconds
+            copied_s(source, target, _WARM_UP)  # sets up peer access, which takes some milliseconds
             times = max(3, min(_MOST_TIMES, int(_ENOUGH_S / max(copied_s(source, target, 1), 1e-6))))
             rate = size_bytes / copied_s(source, target, times)
             pairs.append((one, other, rate, torch.cuda.can_device_access_peer(one, other)))
@@ -54,7 +55,7 @@ def _topology() -> str:
     argv = ["nvidia-smi", "topo", "-m"]
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=_TOPO_S, check=False).stdout
-    except (OSError, subprocess.SubprocessError):  # the pairs are told without
+    except (OSError, subprocess.SubprocessError):  # report the pairs without it
         return ""
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SIZE_BYTES = 256 << 20
 SLOW = 0.5
-"""Name a pair below this share of the median of those that are joined alike."""
+"""Report a pair below this share of the median of pairs with the same kind of link."""
 _LIMIT_S = 180.0
 _LAST_WORDS = 600
 
@@ -29,17 +29,17 @@ class GpuPair:
 
     node: str
     source: int
-    """nvidia-smi's number."""
+    """Number in nvidia-smi."""
     target: int
     bytes_per_s: float
     link: str = ""
-    """How they are joined, as `nvidia-smi topo -m` has it: NV18 is NVLink, PIX to SYS are PCIe; "" if unknown."""
+    """The link in `nvidia-smi topo -m`: NV18 is NVLink, PIX to SYS are PCIe; "" if unknown."""
     is_peer: bool = True
-    """Whether the one reaches the other's memory itself; else copies go through the host's."""
+    """Whether the GPUs access each other's memory directly; else copies go through the host's memory."""
 
     @property
     def name(self) -> str:
-        """``gpu1: GPU 0 → 3``."""
+        """The pair as text: ``gpu1: GPU 0 → 3``."""
         return f"{self.node}: GPU {self.source} → {self.target}"
 
 
@@ -50,13 +50,13 @@ def measure_gpus(
     *,
     one_at_a_time: bool,
 ) -> tuple[list[GpuPair], list[str]]:
-    """Measure all ordered pairs of GPUs of every node that has several; return also why there are none of a node.
+    """Measure all ordered pairs of GPUs in every node that has several; return the pairs, and the errors of nodes.
 
     Args:
         nodes: of the plan, with their GPUs.
-        channels: to them.
-        progress: is told how many nodes are done.
-        one_at_a_time: since several of them are one machine.
+        channels: to the nodes.
+        progress: called with the number of nodes that are done.
+        one_at_a_time: whether to measure node by node, since several of them are one machine.
     """
     own = [node for node in nodes if len(node.gpus) > 1]
     groups = [[node] for node in own] if one_at_a_time else [own]
@@ -92,10 +92,10 @@ def measure_gpus(
 
 
 def told(node: NodePlan, end: Mapping[str, object]) -> list[GpuPair]:
-    """Return the pairs from what the program has printed.
+    """Parse the output of gpu_copies.py into pairs.
 
     Raises:
-        HostError: it has failed.
+        HostError: the program has failed.
     """
     lines = [line for line in str(end["out"]).splitlines() if line.startswith("{")]
     if end["status"] != 0 or not lines:
@@ -118,7 +118,7 @@ def told(node: NodePlan, end: Mapping[str, object]) -> list[GpuPair]:
 
 
 def slow_pairs(pairs: Sequence[GpuPair]) -> list[str]:
-    """Return a sentence for each pair that is much slower than those joined alike, on all hosts; pure."""
+    """Return a sentence for each pair that is much slower than pairs with the same kind of link; pure."""
     found = []
     for kind in sorted({pair.link for pair in pairs}):
         own = [pair for pair in pairs if pair.link == kind]
@@ -133,7 +133,7 @@ def slow_pairs(pairs: Sequence[GpuPair]) -> list[str]:
 
 
 def without_peers(pairs: Sequence[GpuPair]) -> list[str]:
-    """Return a sentence for each host with GPUs that do not reach each other's memory; pure."""
+    """Return a sentence for each host with GPUs that cannot access each other's memory; pure."""
     found = []
     for node in dict.fromkeys(pair.node for pair in pairs):
         lacking = [pair for pair in pairs if pair.node == node and not pair.is_peer]
@@ -147,12 +147,12 @@ def without_peers(pairs: Sequence[GpuPair]) -> list[str]:
 
 
 def gigabytes(bytes_per_s: float) -> str:
-    """``372``, ``21.4``: nccl-tests' unit."""
+    """Format a rate in GB/s, the unit of nccl-tests: ``372``, ``21.4``."""
     return f"{bytes_per_s / 1e9:.3g}"
 
 
 def table(node: str, pairs: Sequence[GpuPair]) -> Table:
-    """Return a node's pairs: a row per source, a column per target, and how they are joined."""
+    """Return a table of a node's pairs: a row per source, a column per target; rate and link in each cell."""
     from rich.table import Table
 
     own = {(pair.source, pair.target): pair for pair in pairs if pair.node == node}

@@ -1,7 +1,7 @@
-"""How many parameters a model has: from a number, or from a transformers config.json, without torch; pure but for that.
+"""Number of a model's parameters: from a number, or a transformers config.json, without torch.
 
-Counted by the architecture's formula, as transformers builds it: without a head but the one that shares the
-embeddings' weights or, where they are not shared, the language model's.
+Computed by a formula for each architecture as transformers builds it. Of the heads only the language model's counts,
+if its weights are not those of the embeddings.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _GATED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "p
 
 
 def num_parameters(model: str) -> int:
-    """Of ``110e6``, ``7B``, a config.json or the folder that it is in.
+    """Parse ``110e6`` or ``7B``, or compute the number from a config.json or the folder that contains it.
 
     Raises:
-        KitError: it is none of these, or of an architecture that there is no formula for.
+        KitError: `model` is none of these, or there is no formula for its architecture.
     """
     if (found := _NUMBER.fullmatch(model.strip())) is not None:
         number = float(found[1].replace("_", "")) * _UNITS[found[2].upper()]
@@ -61,10 +61,10 @@ def num_parameters(model: str) -> int:
 
 
 def of_config(config: Mapping[str, Any]) -> int:
-    """Of what a transformers config.json says.
+    """Compute the number of parameters from the values of a transformers config.json.
 
     Raises:
-        KeyError: it lacks something.
+        KeyError: a value is missing.
         ValueError: there is no formula for its ``model_type``.
     """
     kind = config.get("model_type")
@@ -85,7 +85,7 @@ def of_config(config: Mapping[str, Any]) -> int:
 
 
 def _encoder(config: Mapping[str, Any], *, pooler: bool = True) -> int:
-    """Embeddings, layers of attention and a feed-forward of two matrices, all with biases; a pooler."""
+    """Count embeddings, layers of attention and two feed-forward matrices, all with biases, and a pooler."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     rows = config["vocab_size"] + config["max_position_embeddings"] + config.get("type_vocab_size", 2)
     attention = 4 * (hidden * hidden + hidden)
@@ -105,7 +105,7 @@ def _gpt2(config: Mapping[str, Any]) -> int:
 
 
 def _gated(config: Mapping[str, Any]) -> int:
-    """Llama and its kin: keys and values of fewer heads, a feed-forward of three matrices, perhaps several of them."""
+    """Count models like Llama: grouped key and value heads, three feed-forward matrices, perhaps several experts."""
     kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or hidden // heads
@@ -115,7 +115,7 @@ def _gated(config: Mapping[str, Any]) -> int:
     if kind == "qwen2":
         attention += heads * width + 2 * keys * width  # the biases of query, key and value
     if kind == "qwen3":
-        norms += 2 * width  # of query and key
+        norms += 2 * width  # norms of query and key
     if kind == "gemma2":
         norms += 2 * hidden
     experts = config.get("num_local_experts", 1)

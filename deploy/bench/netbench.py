@@ -23,11 +23,11 @@ LARGEST_BYTES = 1 << 30
 PAIR_S = 1.0
 REDUCE_S = 30.0
 STREAMS = 4
-"""Parallel connections: as many as single-threaded programs need to fill a fast link."""
+"""Parallel connections: single-threaded programs need this many to saturate a fast link."""
 SLOW = 0.5
-"""Report a link below this share of the others' median. Healthy links of one network differ by less."""
+"""Report a link below this share of the others' median; healthy links of one network differ by less."""
 FAR = 4.0
-"""Report a round trip of more than this many times the others' median, if it also exceeds it by `FAR_S`."""
+"""Report a round trip longer than this many times the others' median, if it also exceeds that by `FAR_S`."""
 FAR_S = 0.001
 _CALL_S = 10.0
 _ANSWER_S = 40.0
@@ -35,7 +35,7 @@ _END_S = 20.0
 _LAST_WORDS = 600
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being measured, how many are done, and of how many (0: unknown)."""
+"""Called with the name of what is measured, how many of these are done, and how many there are (0: unknown)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +46,19 @@ class Pair:
     target: str
     bytes_per_s: float | None = None
     rtt_s: float | None = None
-    """Round-trip time on an idle link."""
+    """Seconds of a round trip on the idle link."""
     problem: str = ""
-    """Why there are no numbers."""
+    """Why it could not be measured."""
 
     @property
     def name(self) -> str:
-        """``gpu3 → gpu1``."""
+        """The pair as text: ``gpu3 → gpu1``."""
         return f"{self.source} → {self.target}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """An all-reduce of one size."""
+    """The time of an all-reduce of one size."""
 
     backend: str
     num_ranks: int
@@ -67,41 +67,41 @@ class Reduced:
 
     @property
     def algbw(self) -> float:
-        """Bytes per second: the size over the time."""
+        """Bytes per second: the size divided by the time."""
         return self.size_bytes / self.seconds
 
     @property
     def busbw(self) -> float:
         """The bandwidth that the slowest link carries if the algorithm is optimal.
 
-        Whatever the number of ranks, it can be compared with that link's speed (nccl-tests, doc/PERFORMANCE.md).
+        It is comparable with that link's speed, whatever the number of ranks (nccl-tests, doc/PERFORMANCE.md).
         """
         return self.algbw * 2 * (self.num_ranks - 1) / self.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """All that was measured."""
+    """Everything that was measured."""
 
     nodes: tuple[NodePlan, ...]
-    """With the interface and address used for the measurement."""
+    """Each with the interface and address that were used."""
     pairs: tuple[Pair, ...]
     reduced: tuple[Reduced, ...] = ()
     gpu_pairs: tuple[GpuPair, ...] = ()
-    """Those of each host among themselves."""
+    """Pairs of GPUs within each host."""
     notes: tuple[str, ...] = ()
-    """What was left out, and why."""
+    """What was not measured, and why."""
     problems: tuple[str, ...] = ()
     """Measurements that failed, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A link, or all links of a node, much slower than the others."""
+    """A link, or all links of a node, that are much slower than the others."""
 
     links: tuple[tuple[str, str], ...]
     node: str = ""
-    """Empty: it is a single link."""
+    """The node, if all of its links are slow, or all in one direction; empty: a single link is."""
     text: str
 
 
@@ -123,16 +123,16 @@ def measure(
 
     Args:
         inventory: of these hosts.
-        channels: to all of them.
+        channels: to all of its hosts.
         peers: host → addresses of the others.
         pair_s: seconds for each pair.
         reduce_s: seconds for all sizes of the all-reduce, by each backend; 0: none.
-        max_bytes: the largest of those sizes.
-        kit_digest: of kit's package, for who goes on to run it on the nodes.
-        progress: is told how far it is.
+        max_bytes: the largest size of the all-reduce.
+        kit_digest: of kit's package, if the caller will run it on the nodes.
+        progress: called as it goes on.
 
     Raises:
-        KitError: a host has no single interface to measure over, or has gone.
+        KitError: a host has no unambiguous interface to measure over, or was lost.
     """
     facts = check.gather(channels, inventory, peers=peers)
     nodes = plan.build(
@@ -177,7 +177,7 @@ def _why_no_reduce(
     without: Sequence[str],
     num_gpus: int,
 ) -> str:
-    """What keeps the all-reduce from being measured; "" if nothing does."""
+    """Return why no all-reduce can be measured; "" if one can."""
     if not backends:
         return f"{nodes[0].name} is one host, with {num_gpus or 'no'} GPU"
     if any(pair.problem for pair in pairs):
@@ -186,7 +186,7 @@ def _why_no_reduce(
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """All ordered pairs, in rounds in which no host is in two pairs: the circle method of tournaments."""
+    """Return all ordered pairs in rounds; in a round each host is in one pair at most (circle method)."""
     circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     found: list[list[tuple[str, str]]] = []
     for _ in range(len(circle) - 1):
@@ -264,7 +264,7 @@ def _measure_pairs(
 
 
 def sizes(max_bytes: int) -> list[int]:
-    """From 1 KiB to 1 GiB in powers of 4, as far as `max_bytes`."""
+    """Return the sizes to measure: powers of 4 from 1 KiB to `max_bytes`, at most 1 GiB."""
     found = [SMALLEST_BYTES]
     while found[-1] * 4 <= min(max_bytes, LARGEST_BYTES):
         found.append(found[-1] * 4)
@@ -331,7 +331,7 @@ def _reduce(
 
 
 def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostError | None:
-    """Return the error of the rank that failed by itself, if any: not of one that only lost its peer."""
+    """Return the error of the rank that failed first, if any, and not that of a rank that only lost its peer."""
     failed = [(name, end) for name, end in ends if end["status"] != 0]
     if not failed:
         return None
@@ -344,7 +344,9 @@ def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostErr
             cure="kit check tries each pair of hosts, with large packets too",
         )
     lines = [line for line in end["err"].strip()[-_LAST_WORDS:].splitlines() if line.strip()]
-    lines += [line for line in end.get("out", "").splitlines() if "NCCL WARN" in line]  # which says more
+    lines += [
+        line for line in end.get("out", "").splitlines() if "NCCL WARN" in line
+    ]  # NCCL's warnings say more
     return HostError(name, f"the all-reduce by {backend} failed: {lines[-1] if lines else end['status']}")
 
 
@@ -352,7 +354,7 @@ def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostErr
 
 
 def slow_links(pairs: Sequence[Pair]) -> list[Slow]:
-    """Return nodes with slow links only, then single slow links, slowest first; pure."""
+    """Return nodes whose links are slow, then single slow links, the slowest first; pure."""
     rates = {(pair.source, pair.target): pair.bytes_per_s for pair in pairs if pair.bytes_per_s}
     found = _outliers(rates, SLOW, rate_text, "slow")
     known = {ends for slow in found for ends in slow.links}
@@ -384,7 +386,7 @@ def _outliers(
     for place, (ends, value) in enumerate(slowest_first):
         others = [other for _, other in slowest_first[:place] + slowest_first[place + 1 :]]
         if not others or value >= share * statistics.median(others):
-            break  # neither are the following ones
+            break  # the following ones are faster
         what = "the way back" if len(others) == 1 else "the median of the others is"
         text = f"{ends[0]} → {ends[1]}: {shown(value)}; {what} {shown(statistics.median(others))}"
         found.append(Slow(links=(ends,), text=text))
@@ -399,20 +401,20 @@ class _Group:
     which: str
     links: tuple[tuple[str, str], ...]
     ratio: float
-    """Rate of their fastest over the median of all links of other nodes."""
+    """Rate of the fastest of these links over the median of all links of other nodes."""
 
 
 def _worst_node(values: Mapping[tuple[str, str], float], share: float) -> _Group | None:
-    """Return the node whose links are all slow, or all in one direction; the slowest of several."""
+    """Return the node whose links are all slow, or all in one direction; of several, the slowest."""
     groups = []
     best: dict[str, list[float]] = {}
-    """Node → the highest rate it sends at, and receives at."""
+    """Node → the highest rates at which it sends and receives."""
     for ends, value in values.items():
         for place, node in enumerate(ends):
             most = best.setdefault(node, [0.0, 0.0])
             most[place] = max(most[place], value)
     limit = share * max(values.values(), default=0.0)
-    # The others' median is at most the best rate, so that no other node can be slow; few of hundreds remain.
+    # Only nodes below this limit can be slow: the others' median is at most the best rate. Few of hundreds remain.
     for node in sorted(name for name, most in best.items() if min(most) < limit):
         others = [value for ends, value in values.items() if node not in ends]
         ways = {
@@ -427,7 +429,7 @@ def _worst_node(values: Mapping[tuple[str, str], float], share: float) -> _Group
             ratio = max(values[ends] for ends in own) / statistics.median(others)
             if ratio < share:
                 groups.append(_Group(node, which, tuple(own), ratio))
-                break  # all links being slow includes those of one direction
+                break  # no need to look at one direction if all links are slow
     return min(groups, key=lambda group: group.ratio, default=None)
 
 
@@ -435,7 +437,7 @@ def _worst_node(values: Mapping[tuple[str, str], float], share: float) -> _Group
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """``9.41 Gb/s``."""
+    """Format a rate in bits per second: ``9.41 Gb/s``."""
     bits = bytes_per_s * 8
     for unit, size in (("Gb/s", 1e9), ("Mb/s", 1e6)):
         if bits >= size / 10:
@@ -448,7 +450,7 @@ def _digits(value: float) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """``4 MiB``."""
+    """Format a size: ``4 MiB``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:
             return f"{num_bytes / size:g} {unit}"

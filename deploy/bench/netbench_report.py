@@ -1,4 +1,4 @@
-"""What `kit bench` has measured: as a heat map and a table in the terminal, as PNG, CSV and JSON."""
+"""The results of `kit bench` as a heat map and tables in the terminal, as PNG, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CSV_COLUMNS = ("source", "target", "bits_per_s", "round_trip_s", "problem")
 NO_MATPLOTLIB = "no chart, since matplotlib is not installed here: pip install matplotlib"
 CORNER = "from \\ to"
 _RAMP = (53, 54, 60, 66, 72, 78, 114, 150, 186, 228)
-"""Of ANSI's 256 colours, from dark violet to pale yellow: slow to fast, as matplotlib's viridis goes."""
-_DARK = 5  # the number of dark colours, which get white figures
+"""Indices in ANSI's 256 colours, from dark violet (slow) to pale yellow (fast), like matplotlib's viridis."""
+_DARK = 5  # so many of these are dark, and get white figures
 _BROKEN = "bold white on red3"
 _BAR_WIDTH = 24
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 _ROOM = 100
-"""Columns that a heat map may take with its figures; without them each pair is two columns wide."""
+"""Default width for a heat map with figures, in columns; without figures a pair takes two columns."""
 
 
 def heat_map(measured: Measured, *, width: int = _ROOM, colours: bool = True) -> RenderableType:
@@ -72,7 +72,7 @@ def heat_map(measured: Measured, *, width: int = _ROOM, colours: bool = True) ->
 
 
 def unit_of(bytes_per_s: float) -> tuple[float, str]:
-    """Return the unit for rates up to this one: its bytes per second, and its name."""
+    """Return the unit for rates up to this one: bytes per second in one unit, and its name."""
     return (1e9 / 8, "Gb/s") if bytes_per_s * 8 >= 1e9 else (1e6 / 8, "Mb/s")
 
 
@@ -93,14 +93,14 @@ def _cell(
 
 
 def figure(value: float) -> str:
-    """Three significant digits: ``0.0021``, ``0.94``, ``9.41``, ``94.1``, ``941``."""
+    """Format a number with three significant digits: ``0.0021``, ``0.94``, ``9.41``, ``94.1``, ``941``."""
     if value < 0.1:
         return f"{value:.2g}" if value > 1e-4 else f"{value:.4f}"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def latency_line(measured: Measured) -> str:
-    """Return a line with the median, least and greatest round trip."""
+    """Return a line with the median, the shortest and the longest round trip; "" if none was measured."""
     found = sorted(pair.rtt_s for pair in measured.pairs if pair.rtt_s)
     if not found:
         return ""
@@ -113,7 +113,7 @@ def _ms(seconds: float) -> str:
 
 
 def reduced_table(points: Sequence[Reduced]) -> Table:
-    """Time, algorithm and bus bandwidth of each size, as nccl-tests has them, but in bits."""
+    """Return a table of time, algorithm and bus bandwidth for each size, as in nccl-tests, but in bits."""
     from rich.table import Table
 
     found = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
@@ -136,7 +136,7 @@ def reduced_table(points: Sequence[Reduced]) -> Table:
 
 
 def seconds_text(seconds: float) -> str:
-    """``140 µs``, ``3.1 ms``, ``2.4 s``."""
+    """Format seconds: ``140 µs``, ``3.1 ms``, ``2.4 s``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds:,.0f} s"
@@ -175,7 +175,7 @@ def _row(pair: Pair) -> tuple[object, ...]:
 
 
 def write_csv(measured: Measured, path: Path) -> None:
-    """A line for each ordered pair; what is not known is empty."""
+    """Write a line for each ordered pair; values that are unknown are empty."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(CSV_COLUMNS)
@@ -183,7 +183,7 @@ def write_csv(measured: Measured, path: Path) -> None:
 
 
 def write_png(measured: Measured, path: Path) -> str:
-    """The heat map of the pairs, and the all-reduce's bus bandwidth by size; returns why it is not written, or ""."""
+    """Draw the heat map, and the bus bandwidth by size; return why nothing is written, or "" if the file is written."""
     has_map, has_curve = len(measured.nodes) > 1, bool(measured.reduced)
     if not (has_map or has_curve):
         return f"{path} is not written: one host has no pairs, and there was no all-reduce"
@@ -214,7 +214,7 @@ def _map(drawing: Any, plot: Any, measured: Measured) -> None:
         if pair.bytes_per_s is not None:
             matrix[place[pair.source]][place[pair.target]] = pair.bytes_per_s / unit
     image = plot.imshow(matrix, cmap="viridis", vmin=0)
-    plot.set_facecolor("#DDDDDD")  # where there is no rate
+    plot.set_facecolor("#DDDDDD")  # shown where there is no rate
     drawing.colorbar(image, ax=plot, label=unit_name, shrink=0.8)
     plot.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
     plot.set_yticks(range(len(names)), names, fontsize=8)

@@ -29,14 +29,14 @@ _WHAT = "a few steps of the job"
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What the inventory's job asks of the training module."""
+    """What the training module's arguments in the inventory's job mean for the measurement."""
 
     arguments: tuple[str, ...]
     num_ranks: int
     per_node: int
     """Ranks per node."""
     needs_code: bool
-    """Whether the model or the data are in the job's folder."""
+    """Whether the model or the data is in the job's folder."""
 
 
 def on_first(
@@ -45,13 +45,13 @@ def on_first(
     """Run a few steps on the first node, with its python, its GPU if it has one, and the job's code.
 
     Args:
-        inventory: whose job.
+        inventory: the job's.
         channels: to its hosts.
-        nodes: what they would run; kit's package is put where they say.
-        progress: is told how far it is.
+        nodes: the plan; kit's package is sent to its `kit_dir`.
+        progress: called as it goes on.
 
     Raises:
-        KitError: the job is not the training module's, or fails.
+        KitError: the job does not run the training module, or fails.
     """
     node = nodes[0]
     channel = channels[node.name]
@@ -76,16 +76,16 @@ def on_first(
 
 
 def refuse(inventory: Inventory) -> None:
-    """Refuse a job whose model size cannot be determined.
+    """Check that the job's model size can be determined.
 
     Raises:
-        KitError: it is not the training module's.
+        KitError: the job does not run the training module.
     """
     _asked(inventory, max(1, len(inventory.hosts)), 1)
 
 
 def here(inventory: Inventory, progress: Progress) -> Job:
-    """Run a few steps on this machine, without connecting to a host."""
+    """Run a few steps on this machine, without connecting to any host."""
     per_node = inventory.job.nproc_per_node or 1
     asked = _asked(inventory, per_node * max(1, len(inventory.hosts)), per_node)
     code = Path(inventory.job.code).expanduser().resolve()
