@@ -1,4 +1,4 @@
-"""How long `kit check` takes: 16 hosts, against ansible's setup and pdsh's true; and what each of 256 hosts costs."""
+"""The time of `kit check`: 16 hosts, against ansible's setup and pdsh's true; and the cost of each of 256 hosts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NUM_HOSTS = 16
 SIZES = (32, 64, 128, 256)
 TIMEOUT_S = 300.0
 VENV = SHARED / "ansible"
-MANY = "198.19.250.0/23"  # of the range for benchmarks; all of it is the one host's
+MANY = "198.19.250.0/23"  # in the range for benchmarks; one host has all of these addresses
 FIRST_OF_MANY = (198, 19, 250, 1)
 PORT = 2222
 SOAK_HOSTS = 32
-# A process that computes until its parent is gone, however that ended.
+# A process that computes until its parent has ended, however that ended.
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(100_000): pass"
 KIT, ANSIBLE, TUNED, PDSH = "kit check", "ansible -m setup", "ansible, pipelining", "pdsh true"
 DESCRIPTION = """\
@@ -67,7 +67,7 @@ where a check failed.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Took:
-    """One command: what it took of time, of the processor, and of memory."""
+    """The time, processor time and memory that one command took."""
 
     all_s: float
     cpu_s: float
@@ -81,10 +81,10 @@ def run(
     cwd: Path,
     is_well: Callable[[int, str], bool] = lambda code, _: code == 0,
 ) -> Took:
-    """Run a command to its end, which `is_well` judges by exit status and output.
+    """Run a command to its end; `is_well` decides by exit status and output whether it succeeded.
 
     Raises:
-        BenchError: it failed, or took too long.
+        BenchError: the command failed, or took too long.
     """
     with tempfile.TemporaryFile() as said:
         begin = time.monotonic()
@@ -110,7 +110,7 @@ def run(
 
 
 def kit_argv(inventory: Path) -> list[str]:
-    """The command; its deadline is out of the way, and `run` has another."""
+    """Return the command, with a time limit that is never reached: `run` has its own."""
     return [
         sys.executable,
         "-m",
@@ -126,7 +126,7 @@ def kit_argv(inventory: Path) -> list[str]:
 
 
 def install() -> None:
-    """Ansible and pdsh, where they are not there."""
+    """Install ansible and pdsh if they are missing."""
     if not (VENV / "bin/ansible").exists():
         note(f"installing ansible-core into {VENV}")
         VENV.parent.mkdir(parents=True, exist_ok=True)
@@ -140,12 +140,12 @@ def install() -> None:
 
 
 def contestants(lab: Bench) -> dict[str, Callable[[int], Took]]:
-    """Each as a function that runs it once; those that are not installed are left out, with a note."""
+    """Return name → function that runs the contestant once; those that are not installed are left out, with a note."""
     names = list(lab.lab.hosts)
     hosts = lab.folder / "ansible.ini"
-    python = sys.executable  # the hosts see this machine's
+    python = sys.executable  # the hosts see this machine's python
     hosts.write_text("".join(f"{name} ansible_python_interpreter={python}\n" for name in names))
-    # Its masters end with its run, and what it remembers of a host's Python is told it: kit connects anew each time.
+    # ssh masters end with ansible's run, and it is told the hosts' Python: kit connects anew each time, too.
     ansible_env = lab.env(
         ANSIBLE_SSH_EXECUTABLE=str(lab.bin / "ssh"),
         ANSIBLE_SSH_ARGS="-C -o ControlMaster=auto -o ControlPersist=1s",
@@ -171,7 +171,7 @@ def contestants(lab: Bench) -> dict[str, Callable[[int], Took]]:
 
 
 def against(num_hosts: int, rounds: int) -> tuple[str, dict[str, str]]:
-    """The table, and who broke."""
+    """Return the table, and which contestants broke."""
     with bench(num_hosts) as lab:
         measured, broken = interleave(
             contestants(lab), rounds=rounds, shown=lambda took: f"{took.all_s:6.2f} s", between=lab.wait_quiet
@@ -196,10 +196,10 @@ def against(num_hosts: int, rounds: int) -> tuple[str, dict[str, str]]:
 
 
 def many(sizes: Sequence[int], rounds: int) -> tuple[str, dict[str, str]]:
-    """The table of what a host costs, and which sizes broke."""
+    """Return the table of the cost per host, and which sizes broke."""
     with bench(1) as lab:
         (host,) = lab.lab.hosts.values()
-        # Every address of a network is this host's, and the way there is through it.
+        # The host answers for every address of a network, and this machine routes the network to it.
         lab.lab.run(host.name, ["ip", "route", "add", "local", MANY, "dev", "lo"], check=True)
         lab.lab.run(
             host.name,
@@ -208,7 +208,7 @@ def many(sizes: Sequence[int], rounds: int) -> tuple[str, dict[str, str]]:
         )
         subprocess.run(
             ["ip", "route", "add", MANY, "via", host.address], check=True
-        )  # it goes with the lab's interface
+        )  # removed with the lab's interface
         inventories = {size: _inventory(lab, size) for size in sizes}
         measured, broken = interleave(
             {
@@ -245,13 +245,13 @@ def many(sizes: Sequence[int], rounds: int) -> tuple[str, dict[str, str]]:
 
 
 def _all_but_the_network(_: int, said: str) -> bool:
-    """Whether every host was looked at: which interface leads to the others cannot be told where all are one."""
+    """Whether every host was examined; the network check fails, as all hosts are one."""
     findings = json.loads(said[said.index("{") :])["findings"]
     return not [each for each in findings if each["level"] == "failure" and each["check"] != "network"]
 
 
 def _inventory(lab: Bench, size: int) -> Path:
-    """So many hosts, which are all one."""
+    """Return an inventory of this many hosts, which are all the same machine."""
     (host,) = lab.lab.hosts.values()
     key = next(
         line.split()[1:3]
@@ -276,7 +276,7 @@ def _inventory(lab: Bench, size: int) -> Path:
 
 @contextlib.contextmanager
 def busy(number: int) -> Iterator[None]:
-    """So many processes that compute without a pause: each adds 1 to the load."""
+    """Run this many busy processes within the block; each adds 1 to the load."""
     processes = []
     try:
         for _ in range(number):
@@ -290,7 +290,7 @@ def busy(number: int) -> Iterator[None]:
 
 
 def soak(num_hosts: int, num_checks: int, load: int) -> tuple[str, int]:
-    """Check a healthy lab so often; what came of it in words, and how many checks failed."""
+    """Check a healthy lab this many times; return the results as text, and the number of checks that failed."""
     times: list[float] = []
     false: Counter[str] = Counter()
     warnings: Counter[str] = Counter()
@@ -339,12 +339,12 @@ def soak(num_hosts: int, num_checks: int, load: int) -> tuple[str, int]:
 
 
 def _shape(found: str) -> str:
-    """What was found, without what differs from host to host."""
+    """Return what was found, without the parts that differ between hosts."""
     return re.sub(r"\d+(\.\d+)*", "N", found)[:200]
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the benchmark, and print the tables."""
     args = _arguments()
     if os.geteuid() != 0:
         sys.exit("bench/check: the lab needs root")

@@ -1,4 +1,4 @@
-"""The ways to start the same script on all hosts: their command lines, and how one start is run and measured."""
+"""The ways to start the same script on all hosts: their command lines, and the measurement of one start."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STAGES = ("first_line", "imported", "joined", "stepped")
 SSH = "/usr/bin/ssh"
 _SAID = re.compile(r"BENCH (\{[^}]*\})")
 
-# torchrunx is a library: this is what its user writes. It tells the hosts this machine's name, and asks what that
-# name resolves to; names do not resolve on a bare lab, so it is given the address.
+# torchrunx is a library: this is what its users write. It sends this machine's name to the hosts, and looks it up;
+# names do not resolve in a bare lab, so it gets the address for both.
 TORCHRUNX = """\
 import json, runpy, socket, sys
 import torchrunx
@@ -46,30 +46,30 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start, in seconds after Enter."""
+    """One start; times in seconds after Enter."""
 
     stages: Mapping[str, float]
-    """Each stage of the script, when the last rank had done it."""
+    """Stage of the script → when the last rank had finished it."""
     end_s: float
-    """When the command was back."""
+    """When the command returned."""
     trouble: str
-    """What was wrong with the end, after every rank had made its step; else empty."""
+    """What went wrong at the end, after every rank had made its step; else empty."""
     more: Mapping[str, float] = field(default_factory=dict)
-    """Moments before the script's first line, in order, as far as this launcher can be asked."""
+    """Milestones before the script's first line, in order, if this launcher records them."""
 
     @property
     def step_s(self) -> float:
-        """To the first training step, done on all ranks."""
+        """Seconds to the first training step of all ranks."""
         return self.stages["stepped"]
 
 
 def measure(
     bench: Bench, argvs: Sequence[Sequence[str]], *, cwd: Path, env: Mapping[str, str]
 ) -> tuple[Start, float, str]:
-    """Start commands side by side, and read what the ranks said; the start, when it was, and all output.
+    """Run commands in parallel, and read the ranks' output; return the start, its time, and all output.
 
     Raises:
-        BenchError: it took too long, or not every rank made the same step.
+        BenchError: the job took too long, or the ranks' steps differ.
     """
     output = bench.folder / "output"
     begin = time.time()
@@ -116,14 +116,14 @@ def _tail(output: Path) -> str:
 
 
 class Starts:
-    """Each way to start, as a function of the round's number."""
+    """The ways to start, each a method that takes the round's number."""
 
     def __init__(self, bench: Bench, project: Path, job: Path) -> None:
         self._bench = bench
         self._project = project
-        """The user's folder here, which kit sends."""
+        """The user's folder on this machine, which kit sends."""
         self._job = job
-        """The same code, there on all hosts already."""
+        """The same code, which all hosts have already."""
         self._port = FIRST_PORT
         self._hosts = list(bench.lab.hosts.values())
         self._hostfile = bench.folder / "hostfile"
@@ -132,7 +132,7 @@ class Starts:
         self._driver.write_text(TORCHRUNX)
 
     def available(self) -> tuple[dict[str, Callable[[int], Start]], dict[str, str]]:
-        """Name → how to start it; and the peers that are not here, with the reason."""
+        """Return name → how to start, and name → why a contestant is not available."""
         found: dict[str, Callable[[int], Start]] = {
             "ssh + torchrun, c10d": self.by_hand_c10d,
             "ssh + torchrun, static": self.by_hand_static,
@@ -147,12 +147,12 @@ class Starts:
         return found, absent
 
     def by_hand_c10d(self, _: int) -> Start:
-        """What one pastes into a terminal per host; the code is there already."""
+        """Start as one pastes a command into a terminal for each host; the code is there already."""
         end = f"--rdzv-backend c10d --rdzv-endpoint {self._hosts[0].name}:{self._next_port()} --rdzv-id bench"
         return self._by_hand([end] * len(self._hosts))
 
     def by_hand_static(self, _: int) -> Start:
-        """The same with a rank for each host."""
+        """Start by hand with a fixed node rank for each host."""
         master = f"--master-addr {self._hosts[0].name} --master-port {self._next_port()}"
         return self._by_hand([f"--node-rank {rank} {master}" for rank in range(len(self._hosts))])
 
@@ -170,7 +170,7 @@ class Starts:
         return replace(start, more={"connect": max(logins) - begin})
 
     def kit(self, _: int) -> Start:
-        """A new run of unchanged code: start of python, checks and sync included."""
+        """Start a new run of unchanged code with kit; includes its own start, checks and sync."""
         argv = [
             sys.executable,
             "-m",
@@ -184,7 +184,7 @@ class Starts:
         return replace(start, more=self._kit_moments(Path(env["XDG_STATE_HOME"]), begin))
 
     def _kit_moments(self, state: Path, begin: float) -> dict[str, float]:
-        """From the run's records, here and on the hosts: when each phase was over."""
+        """Return when each phase of kit was over, from the run's records here and on the hosts."""
         folder = max((state / "nodekit/runs").iterdir(), key=lambda path: path.stat().st_mtime)
         run = json.loads((folder / "run.json").read_text())
         events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -206,14 +206,14 @@ class Starts:
         return moments
 
     def deepspeed(self, _: int) -> Start:
-        """DeepSpeed's launcher with its default, pdsh; the code is there already."""
+        """Start with DeepSpeed's launcher and its default, pdsh; the code is there already."""
         argv = [str(peers.VENV / "bin/deepspeed"), "--hostfile", str(self._hostfile)]
         argv += ["--master_addr", self._hosts[0].address, "--master_port", str(self._next_port())]
         argv += ["--no_local_rank", "train.py"]
         return measure(self._bench, [argv], cwd=self._job, env=self._bench.env(DS_ACCELERATOR="cpu"))[0]
 
     def torchrunx(self, _: int) -> Start:
-        """torchrunx, from a program of its user's; the code is there already."""
+        """Start with torchrunx, from a user's program; the code is there already."""
         control = str(self._bench.control_address)
         argv = [str(peers.PYTHON), str(self._driver), control, str(self._bench.ssh_config)]
         argv += [str(self._job / "train.py"), *(host.address for host in self._hosts)]

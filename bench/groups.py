@@ -31,7 +31,7 @@ Exit status: 0.
 
 
 def turn(python: str, way: str, size: int) -> list[float]:
-    """How long the slowest rank took, each time."""
+    """Return the seconds of the slowest rank, for each re-formation."""
     server = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
@@ -51,19 +51,19 @@ def turn(python: str, way: str, size: int) -> list[float]:
 
 
 def has_reconfigure(python: str) -> bool:
-    """Whether that python's torch has it, over gloo."""
+    """Whether that python's torch has `_reconfigure` for gloo."""
     asked = "import torch.distributed.distributed_c10d as c; raise SystemExit(not hasattr(c, '_reconfigure'))"
     return subprocess.run([python, "-c", asked], check=False).returncode == 0
 
 
 def torch_of(python: str) -> str:
-    """Its version."""
+    """Return the version of that python's torch."""
     asked = [python, "-c", "import torch; print(torch.__version__)"]
     return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run and print."""
+    """Run the benchmark, and print the table."""
     parser = argparse.ArgumentParser(
         prog="bench/groups",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""One rank of bench/groups: meets the others again and again, and prints how long that took."""
+"""One rank of bench/groups: re-forms the group again and again, and prints how long that took."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PER_TURN = 20
 
 
 def meet(store: Any, way: str, rank: int, size: int) -> Callable[[int], object]:
-    """What makes the group anew, given how often that was done before."""
+    """Return the function that forms the group again; its argument is the number of times so far."""
     c10d: Any = dist.distributed_c10d
     kept: list[Any] = []
 
@@ -43,7 +43,7 @@ def meet(store: Any, way: str, rank: int, size: int) -> Callable[[int], object]:
 
 
 def be_rank(way: str, rank: int, size: int, port: int) -> None:
-    """Meet several times; print how long each but the first took, in seconds, to the end of a collective."""
+    """Re-form the group several times; print the seconds of each but the first, up to the end of a collective."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)

@@ -1,7 +1,7 @@
-"""What every contestant starts: one DDP step on each rank, timed by the clock that all lab hosts share.
+"""The script that all contestants start: one DDP step on each rank, timed by the clock that all lab hosts share.
 
-It prints one line ``BENCH {…}``: the times of its stages, and the sum of the weights after the step, which is
-equal on all ranks only if their gradients were averaged over all of them.
+It prints one line ``BENCH {…}``: the times of its stages, and the sum of the weights after the step, which is equal on
+all ranks only if the gradients were averaged over all of them.
 """
 
 import time
@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 imported = time.time()
-# The hosts share this machine's cores. A launcher that sets no OMP_NUM_THREADS shall not lose by that here.
+# The hosts share this machine's cores: a launcher that does not set OMP_NUM_THREADS must not lose by that.
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 joined = time.time()
@@ -26,7 +26,7 @@ model = DistributedDataParallel(
     nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-torch.manual_seed(1 + rank)  # every rank has data of its own
+torch.manual_seed(1 + rank)  # every rank has its own data
 loss = nn.functional.cross_entropy(model(torch.randn(32, 64)), torch.randint(10, (32,)))
 loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
 optimizer.step()
@@ -42,7 +42,7 @@ said = {
     "joined": joined,
     "stepped": stepped,
 }
-sys.stdout.write(f"BENCH {json.dumps(said)}\n")  # print makes two writes of it when unbuffered
+sys.stdout.write(f"BENCH {json.dumps(said)}\n")  # unbuffered, print would need two writes
 sys.stdout.flush()
-dist.barrier()  # nobody leaves while another still needs it
+dist.barrier()  # no rank leaves while another still needs it
 dist.destroy_process_group()

@@ -62,7 +62,7 @@ KIT_WORDS = {
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the benchmark, and print the tables."""
     args = _arguments()
     if os.geteuid() != 0:
         sys.exit("bench/launch: the lab needs root")
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def totals(measured: Mapping[str, Sequence[Start]], without: Mapping[str, str]) -> str:
-    """The contestants' times and ratios."""
+    """Return the table of times and ratios of all contestants."""
     medians = {name: median([start.step_s for start in starts]) for name, starts in measured.items()}
     bases = [name for name in BY_HAND if name in medians]
     rows = []
@@ -129,7 +129,7 @@ def totals(measured: Mapping[str, Sequence[Start]], without: Mapping[str, str]) 
 
 
 def stages(measured: Mapping[str, Sequence[Start]]) -> str:
-    """The stages that all contestants have, side by side."""
+    """Return the table of the stages that all contestants have."""
     rows = [
         [
             WORDS[stage],
@@ -145,7 +145,7 @@ def stages(measured: Mapping[str, Sequence[Start]]) -> str:
 
 
 def phases(starts: Sequence[Start]) -> str:
-    """Kit's phases: how long each took, and when it was over."""
+    """Return the table of kit's phases: how long each took, and when it was over."""
     rows = []
     for before, phase in itertools.pairwise([None, *KIT_WORDS]):
         assert phase is not None

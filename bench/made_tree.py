@@ -1,4 +1,4 @@
-"""A made-up project to send: as many files and bytes as asked for, in realistic sizes, the same for each seed."""
+"""Generates a project to send, with a given number of files and bytes in realistic sizes; deterministic by seed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 _SUFFIXES = (".py", ".py", ".py", ".md", ".yaml", ".json", ".txt")
 _SMALL_BYTES = (6.0, 1.2)  # lognormal: half below 400 × e^2 bytes, a few of a hundred kB
 _SMALL_SCALE = 7.4
-_BIG_SHARE = 0.8  # of all bytes: data and weights, which do not compress
+_BIG_SHARE = 0.8  # share of all bytes: data and weights, which do not compress
 
 
 def make(folder: Path, *, num_files: int, size_bytes: int, seed: int = 0) -> None:
-    """Fill a folder: many small text files in nested packages, and 1 in 200 a big binary one."""
+    """Fill a folder: many small text files in nested packages, and one large binary file in 200."""
     rng = random.Random(seed)
     num_big = max(1, num_files // 200)
     num_small = num_files - num_big

@@ -30,10 +30,10 @@ ENGINES = {
     "trainer": "transformers",
     "horovod": "horovod",
 }
-"""Engine → the library without which it is left out."""
+"""Engine → the library that it needs; without it, the engine is left out."""
 EPOCHS = {"digits": 40, "text": 12}
 WARM_UP = {"digits": 20, "text": 6}
-"""Epochs that do not count: some 3 s. In kit, TensorBoard is imported behind the loop meanwhile."""
+"""Epochs that do not count, about 3 s. Meanwhile, kit imports TensorBoard in the background."""
 BATCH = 64
 GOAL = 0.98
 TIMEOUT_S = 180
@@ -58,16 +58,16 @@ Exit status: 0 unless something broke; a goal that is missed is no error.
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one run, in samples per second."""
+    """The speed of one run, in samples per second."""
 
     middle: float
-    """Of its median epoch."""
+    """Speed of its median epoch."""
     best: float
-    """Of its fastest epoch, which other work on this machine has held up least."""
+    """Speed of its fastest epoch, the one least disturbed by other work on this machine."""
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the benchmark, and print the tables."""
     args = _arguments()
     chosen = [name for name in ENGINES if name in args.only.split(",") or not args.only]
     broken: dict[str, str] = {}
@@ -108,10 +108,10 @@ def _run(name: str, task: str, start: Callable[[str, str, Path], list[float]]) -
 
 
 def _script(name: str, task: str, folder: Path) -> list[float]:
-    """By the script, which prints when its epochs ended."""
+    """Run the plain script, which prints when its epochs ended; return the samples per second of each."""
     argv = [str(JOBS / f"plain_{name}.py")]
     said = _launch(name, [*argv, "--task", task, "--epochs", str(EPOCHS[task])], folder)
-    found = re.search(r"BENCH (\[.*?\])", said)  # after a progress bar, whose line has no end
+    found = re.search(r"BENCH (\[.*?\])", said)  # it may follow a progress bar, whose line has no end
     assert found, said
     ends = json.loads(found[1])
     return [_num_samples(task) / (end - start) for start, end in itertools.pairwise(ends)][
@@ -120,7 +120,7 @@ def _script(name: str, task: str, folder: Path) -> list[float]:
 
 
 def _kit(name: str, task: str, folder: Path) -> list[float]:
-    """By kit: an epoch is between an evaluation and the last step before the next one, in metrics.jsonl."""
+    """Run kit; as `_script`. An epoch is from an evaluation to the last step before the next, in metrics.jsonl."""
     argv = ["-m", "nodekit.training", "--engine", name, "--task", task, "--epochs", str(EPOCHS[task])]
     _launch(name, [*argv, "--batch-size", str(BATCH), "--output", str(folder / "out")], folder)
     lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
@@ -134,12 +134,12 @@ def _kit(name: str, task: str, folder: Path) -> list[float]:
 
 
 def _num_samples(task: str) -> int:
-    """In an epoch."""
+    """Return the number of samples in an epoch."""
     return {"digits": 1437, "text": 1088}[task]
 
 
 def _launch(name: str, argv: Sequence[str], folder: Path) -> str:
-    """Run a script or a module on its ranks; gives what it printed."""
+    """Run a script or a module on its ranks; return its output."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     if name in ALONE:
         launcher = [sys.executable]
@@ -151,7 +151,7 @@ def _launch(name: str, argv: Sequence[str], folder: Path) -> str:
         if not key.startswith(("NODEKIT_", "TORCH", "SLURM_", "HOROVOD_"))
         and key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     }
-    # As torchrun sets it, and the same for one process, whose threads would contend with what else runs here.
+    # As torchrun sets it; also for a single process, whose threads would compete with other work on this machine.
     env = {**mine, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("w+") as log:
         try:
@@ -165,7 +165,7 @@ def _launch(name: str, argv: Sequence[str], folder: Path) -> str:
 
 
 def speeds_table(found: Mapping[str, Sequence[Speed]]) -> str:
-    """Medians and ranges, and the ratios of kit's to the script's."""
+    """Return the table of medians, ranges, and ratios of kit to the script."""
     rows = []
     for name in _pairs(found):
         script, kit = found[f"{name} script"], found[f"{name} kit"]
@@ -181,7 +181,7 @@ def speeds_table(found: Mapping[str, Sequence[Speed]]) -> str:
 
 
 def goals(found: Mapping[str, Sequence[Speed]]) -> str:
-    """Which are met."""
+    """Return which goals are met."""
     lines = []
     for name in _pairs(found):
         met = "met" if _ratio(found, name) >= GOAL else "MISSED"

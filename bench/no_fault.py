@@ -1,4 +1,4 @@
-"""bench/recovery --no-fault: kit's training module on a busy machine, and whether a node counts as lost that is not."""
+"""bench/recovery --no-fault: kit's training module on a busy machine: does a healthy node ever count as lost?"""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ ALARMS = (
     "unreachable",
     "worker-failed",
 )
-"""The kinds of events that tell of a loss."""
+"""Kinds of events that report a loss."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has happened in a run to which nothing happens."""
+    """The outcome of a run without faults."""
 
     seconds: float
     num_steps: int
     longest_s: float
-    """Between two steps of any ranks."""
+    """Longest time between two steps of any ranks, in seconds."""
     loads: Sequence[float]
-    """The machine's load averages, now and then."""
+    """Samples of the machine's load average."""
     alarms: Sequence[Mapping[str, Any]]
-    """Events."""
+    """Events that report a loss."""
 
 
 @contextlib.contextmanager
 def busy(num_processes: int) -> Iterator[None]:
-    """So many processes that do nothing but use a core."""
+    """Run this many processes that each use a core, within the block."""
     argv = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(argv) for _ in range(num_processes)]
     try:
@@ -62,7 +62,7 @@ def busy(num_processes: int) -> Iterator[None]:
 
 
 def run(lab: Bench, job: Path, seconds: float) -> Outcome:
-    """Train for so long, and do nothing to it."""
+    """Train for this long without any fault."""
     session = KitModule(lab, job)
     at = session.command.index("--epochs") + 1
     session.command = (*session.command[:at], "1000000", *session.command[at + 1 :])
@@ -84,7 +84,7 @@ def _watch(session: KitModule, seconds: float) -> Outcome:
     while time.time() < began + seconds and not session.has_ended:
         time.sleep(LOOK_S)
         lines = [line for line in session.read() if "time" in line]
-        session.lines.clear()  # an hour has half a million
+        session.lines.clear()  # an hour has half a million lines
         times = sorted(max(began, float(line["time"])) for line in lines)
         longest_s = max([longest_s, *(b - a for a, b in itertools.pairwise([last_s, *times]))])
         last_s, last_step = max([last_s, *times]), max([last_step, *(line["step"] for line in lines)])
@@ -100,13 +100,13 @@ def _watch(session: KitModule, seconds: float) -> Outcome:
 
 
 def _world(session: KitModule) -> int:
-    """The size of the newest world that has made a step."""
+    """Return the size of the newest world that has made a step."""
     lines = [line for line in session.read() if "time" in line]
     return int(max(lines, key=lambda line: float(line["time"]))["size"]) if lines else 0
 
 
 def told(outcome: Outcome) -> str:
-    """What to print."""
+    """Format the outcome for printing."""
     load = f"load {min(outcome.loads):.0f} to {max(outcome.loads):.0f}" if outcome.loads else "load not seen"
     said = [
         f"{outcome.seconds:.0f} s without a fault, beside {BUSY_PER_CORE} busy processes for each of "

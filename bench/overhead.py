@@ -1,4 +1,4 @@
-"""What it costs to be seen: the share of training and of a core, a week's events, the redrawing of 64 nodes."""
+"""The cost of observation: its share of training and of a core, a week's events, and drawing 64 nodes on the screen."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from nodekit.deploy.host import current_status
 GOAL_SHARE, GOAL_CORE, GOAL_WEEK_MB, GOAL_DRAW_MS = 0.005, 0.01, 50.0, 100.0
 WEEK_S = 7 * 86_400.0
 WHOLE, UNWATCHED, UNSEEN, ALONE = "whole", "unwatched", "unseen", "alone"
-AROUND_S = (-0.01, 0.05)  # when what a look takes is felt
-EDGE_S = 0.05  # of a window, on either side: what stops and goes on takes a moment
-SETTLE_S = 0.4  # after a stop: what was left undone is done
-LOGGING = ("logbook", "status")  # threads of the agent: lines are dated and bounded, steps and uses noted
+AROUND_S = (-0.01, 0.05)  # when the effects of a look at the node are felt, relative to it
+EDGE_S = 0.05  # ignored at both ends of a window: stopping and resuming takes a moment
+SETTLE_S = 0.4  # after a stop: time to catch up on what was left undone
+# Threads of the agent: one dates and limits log lines, one records steps and usage.
+LOGGING = ("logbook", "status")
 DESCRIPTION = """\
 Six costs of seeing a run.
 
@@ -64,7 +65,7 @@ Exit status: 0 unless something broke; a goal that is missed is no error.
 
 
 def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
-    """Ratios of steps per second with kit and without, window by window, and shares of a core."""
+    """Return ratios of steps per second with and without kit, for each window, and shares of a core."""
     agents = list(job.agents.values())
     groups = {
         "kit": [job.channels + agents + list(job.servers.values())],
@@ -97,7 +98,7 @@ def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
         for turn in order.sample(list(without), k=len(without)):
             with stopped(*without[turn]):
                 train(turn)
-            # Between two stops all goes on: for longer than kit's patience nothing is to be silent.
+            # Between two stops everything runs: nothing may be silent for longer than kit tolerates.
             time.sleep(SETTLE_S)
             train(WHOLE)
     time.sleep(1.0)
@@ -108,13 +109,14 @@ def measure(job: Job, *, seconds: float, window_s: float) -> dict[str, Any]:
     rates_of = {name: [rate for turn, rate in rates if turn == name] for name in (WHOLE, *without)}
     ratios: dict[str, list[float]] = {turn: [] for turn in without}
     for (_, before_it), (turn, less), (_, after_it) in zip(rates, rates[1:], rates[2:], strict=False):
-        if turn != WHOLE:  # of its two neighbours: a machine that grows faster or slower does not show
+        # Compare with the mean of both neighbours: this cancels a machine that gets steadily faster or slower.
+        if turn != WHOLE:
             ratios[turn].append((before_it + after_it) / 2 / less)
     return {"cpu": cpu, "ratios": ratios, "rates": rates_of, "lost": lost}
 
 
 def _looks(job: Job, seconds: float) -> list[float]:
-    """When the node was looked at meanwhile: its status is written then, and the channel's far end woken by it."""
+    """Return when the node was looked at: its status is written then, which wakes the far end of the channel."""
     now = current_status.Present(str(next(iter(job.node_dirs.values())) / "events.jsonl"))
     found: list[float] = []
     begun = time.monotonic()
@@ -125,10 +127,10 @@ def _looks(job: Job, seconds: float) -> list[float]:
 
 
 def lost_s(done: Sequence[float], look: float) -> float | None:
-    """Seconds of training that are missing around a look, by the rate in the rest of the second around it."""
+    """Return the seconds of training lost around a look, by the step rate in the rest of the second around it."""
 
     def count(at: float) -> float | None:
-        """Steps done by then, with the part of the one under way."""
+        """Return the steps done by then, including the fraction of the one in progress."""
         index = bisect.bisect_right(done, at)
         if not 0 < index < len(done):
             return None
@@ -144,14 +146,14 @@ def lost_s(done: Sequence[float], look: float) -> float | None:
 
 
 def _rate(steps: Sequence[tuple[float, int]], start: float, end: float) -> float:
-    """Steps per second between two times, without what lies between one epoch and the next."""
+    """Return the steps per second between two times, without the gaps between epochs."""
     inside = [each for each in steps if start <= each[0] < end]
     took = [time - before for (before, last), (time, epoch) in itertools.pairwise(inside) if last == epoch]
     return 1 / statistics.mean(took)
 
 
 def noted_us(*, num_steps: int = 500, step_s: float = 0.009) -> float:
-    """Microseconds of processor that the training module takes at each step to note it, in all its threads."""
+    """Return the microseconds of processor time that the training module takes to report a step, in all its threads."""
     from nodekit.training.reporting.report import Report
     from nodekit.training.world import World
 
@@ -166,11 +168,11 @@ def noted_us(*, num_steps: int = 500, step_s: float = 0.009) -> float:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as unseen:
         world = World.from_env({"NODEKIT_PROGRESS_FILE": f"{folder}/progress"})
         with (
-            contextlib.redirect_stderr(unseen),  # no bar
+            contextlib.redirect_stderr(unseen),  # no progress bar
             Report(world, Path(folder), step=0, total_steps=10 * num_steps, is_evaluated=True) as report,
         ):
             report.step(1, epoch=1, loss=1.0, lr=1e-3, num_samples=64, ended=time.time())
-            report.settle()  # TensorBoard is imported
+            report.settle()  # until TensorBoard is imported
             return took(report) - took(None)
 
 
@@ -189,7 +191,7 @@ class _Clock:
 
 
 def week_mb(num_nodes: int) -> float:
-    """Megabytes of events that `num_nodes` nodes with 8 GPUs write in a week."""
+    """Return the megabytes of events that `num_nodes` nodes with 8 GPUs write in a week."""
     gpu = {"use": 0.97, "memory": 72_154_285_056, "memory_total": 150_754_820_096}
     sample = {
         "cpu": 0.312,
@@ -262,7 +264,7 @@ def week_mb(num_nodes: int) -> float:
 
 
 def redraw_ms(num_nodes: int, *, rounds: int = 50) -> list[float]:
-    """Milliseconds to draw a view of so many nodes, each time with other numbers."""
+    """Return the milliseconds to draw a view of this many nodes, each time with different numbers."""
     from rich.console import Console
 
     from nodekit.deploy.screen import screen
@@ -316,7 +318,7 @@ def redraw_ms(num_nodes: int, *, rounds: int = 50) -> list[float]:
 
 @contextlib.contextmanager
 def running() -> Iterator[Job]:
-    """A job in folders of its own, ended at the end."""
+    """Run a job in its own folders within the block."""
     with tempfile.TemporaryDirectory(prefix="nodekit-overhead-") as folder:
         job = Job(Path(folder))
         job.pin()
@@ -327,7 +329,7 @@ def running() -> Iterator[Job]:
 
 
 def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
-    """The table's first rows."""
+    """Return the first rows of the table."""
     rates, cpu = {turn: statistics.median(each) for turn, each in found["rates"].items()}, found["cpu"]
 
     def ratio(turn: str) -> str:
@@ -335,8 +337,8 @@ def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
         here = middle(found["ratios"][turn])
         return f"{here:.4f} ({low:.4f}–{high:.4f}); {rates[WHOLE]:.1f} to {rates[turn]:.1f} steps/s"
 
-    lost = found["lost"]  # shares of a second
-    most_off = 1.645 * statistics.stdev(lost) / len(lost) ** 0.5  # with 90 %
+    lost = found["lost"]  # in seconds per second
+    most_off = 1.645 * statistics.stdev(lost) / len(lost) ** 0.5  # at 90 % confidence
     here = statistics.mean(lost)
     around = f"{here:.2%} ({here - most_off:.2%}–{here + most_off:.2%}); {len(lost)} looks"
     return [
@@ -352,7 +354,7 @@ def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def main() -> int:
-    """Measure, print a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(
         prog="bench/overhead",
         description=DESCRIPTION,
@@ -369,7 +371,7 @@ def main() -> int:
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("wanted two cores: one for the node, one for the supervisor")
     exit_on_signals()
-    where = machine()  # before this process is moved to one core
+    where = machine()  # now, before this process is pinned to one core
     try:
         with running() as job:
             rows = rows_of(measure(job, seconds=args.seconds, window_s=args.window))

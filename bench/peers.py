@@ -1,7 +1,7 @@
-"""The launchers kit is measured against, in a virtual environment of their own that the lab's hosts see too.
+"""The launchers that kit is compared with, in a virtual environment that the lab's hosts see too.
 
-It uses this project's torch through a .pth file, so nothing large is installed and kit's own environment
-stays as it is.
+The environment uses this project's torch through a .pth file, so nothing large is installed, and kit's own environment
+does not change.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rounds import SHARED, note
 VENV = SHARED / "peers"
 PYTHON = VENV / "bin/python"
 PACKAGES = ("deepspeed", "torchrunx")
-# What they need beside torch, named here because pip runs with --no-deps for them: it must not bring a torch.
+# Their dependencies except torch: they are installed with --no-deps, so that pip does not install another torch.
 NEEDED = (
     "cloudpickle", "einops", "fabric", "hjson", "msgpack", "ninja", "numpy", "packaging", "psutil",
     "py-cpuinfo", "pydantic", "tqdm",
 )  # fmt: skip
-# Those of bench/recovery are apart: what they bring would make the imports of the others longer.
+# Those of bench/recovery are separate: their dependencies would slow down the imports of the others.
 RESILIENT_VENV = SHARED / "resilient-peers"
 RESILIENT_PACKAGES = ("nvidia-resiliency-ext", "torchft")
 RESILIENT_NEEDED = (
@@ -34,7 +34,7 @@ RESILIENT_NEEDED = (
 
 
 def install(venv: Path = VENV, packages: Sequence[str] = PACKAGES, needed: Sequence[str] = NEEDED) -> None:
-    """Make the environment and install what can be; what cannot is told by `version` afterwards."""
+    """Create the environment, and install the packages; `version` later shows which could not be installed."""
     note(f"installing {', '.join(packages)} into {venv}")
     python, site_packages = venv / "bin/python", _site_packages(venv)
     if not python.exists():
@@ -46,7 +46,7 @@ def install(venv: Path = VENV, packages: Sequence[str] = PACKAGES, needed: Seque
     constraints.write_text(torch + "\n")
     subprocess.run([*pip, "-c", str(constraints), torch, *needed], check=False)
     for package in packages:
-        # DeepSpeed's build imports torch, so it is built in this environment and not in one of pip's.
+        # DeepSpeed's build imports torch, so build it in this environment, not in an isolated one.
         subprocess.run([*pip, "--no-deps", "--no-build-isolation", package], check=False)
     subprocess.run([str(python), "-m", "compileall", "-q", str(site_packages)], check=False)
     if "deepspeed" in packages and shutil.which("pdsh") is None:  # DeepSpeed's default launcher
@@ -55,7 +55,7 @@ def install(venv: Path = VENV, packages: Sequence[str] = PACKAGES, needed: Seque
 
 
 def version(package: str, venv: Path = VENV) -> str | None:
-    """The version installed, or None."""
+    """Return the installed version; None if it is not installed."""
     name = package.replace("-", "_")
     found = list(_site_packages(venv).glob(f"{name}-*.dist-info")) if (venv / "bin/python").exists() else []
     return found[0].name.removesuffix(".dist-info").partition("-")[2] if found else None

@@ -1,4 +1,4 @@
-"""Whether `kit bench --plan` is right: step times that it forecasts on slow links, and those that are measured."""
+"""Test of `kit bench --plan`: its forecast step times on slow links, and the measured ones."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from slow_network import EACH_ALONE, Mode, Runs, lines
 from nodekit.training.tasks import load_task
 
 RATIOS = (4.0, 1.0)
-"""Seconds that the gradients take through the wire to those that a step's computing does: two links."""
+"""Seconds to send the gradients, divided by the seconds of a step's computing; one value for each of two links."""
 BATCHES = {"waiting": 4, "text": 32}
-"""Samples per host and step."""
+"""Task → samples per host and step."""
 TASKS = {"waiting": "plan_job.py:Waiting", "text": "slow_network_job.py:Text"}
 ACCUMULATE = 4
 APART = 8
 NUM_STEPS = 12
 FROM_STEP = 4
-"""Where counting begins."""
+"""The step at which counting begins."""
 GOAL = 0.15
 KIT_TIMEOUT_S = 300
 DESCRIPTION = f"""\
@@ -52,14 +52,14 @@ It needs root (for the lab). Exit status: 0 unless something broke; a forecast t
 
 
 def modes(batch: int) -> dict[str, Mode]:
-    """Those that are trained, by the names that `kit bench` gives them."""
+    """Return the modes to train, by the names that `kit bench` gives them."""
     plain = Mode(batch=batch, num_steps=NUM_STEPS, from_step=FROM_STEP)
     apart = Mode(
         ["--local-sgd", str(APART)],
         batch=batch,
         period=APART,
-        # From the middle of the second period on, so that no exchange is at the edge, and not the first one, in
-        # which TCP has yet to find the rate of the link: it takes up to three times as long.
+        # Count from the middle of the second period: so no exchange is at either end, and the first one is left out,
+        # in which TCP is still finding the link's rate: it takes up to three times as long.
         num_steps=APART // 2 + 4 * APART + 1,
         from_step=APART // 2 + APART,
     )
@@ -78,7 +78,7 @@ def modes(batch: int) -> dict[str, Mode]:
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the benchmark, and print the table."""
     args = _arguments()
     if os.geteuid() != 0:
         sys.exit("bench/plan: the lab needs root")
@@ -129,7 +129,7 @@ def main() -> int:
 
 
 def _step_s(runs: Runs, mode: Mode) -> float:
-    """Of one update: the median over updates, or over whole periods of those that are apart."""
+    """Return the seconds of one update: the median over updates, or with local SGD over whole periods."""
     slowest = 0.0
     folders = runs.train(mode, num_steps=mode.num_steps, seed=0)
     for folder in folders[:1] if mode.together else folders:
@@ -139,7 +139,7 @@ def _step_s(runs: Runs, mode: Mode) -> float:
 
 
 def _forecast(lab: Bench, num_parameters: int, step_s: float) -> Mapping[str, object]:
-    """What kit says of this model on the lab's network as it is now."""
+    """Return kit's forecast for this model on the lab's network."""
     argv = [sys.executable, "-m", "nodekit.deploy.commands.cli", "bench", str(lab.lab.inventory), "--json"]
     argv += ["--max-size", "4MiB", "--time-limit", "60", "--plan", str(num_parameters)]
     argv += ["--step-time", str(step_s), "--accumulate", str(ACCUMULATE), "--apart", str(APART)]
@@ -151,7 +151,7 @@ def _forecast(lab: Bench, num_parameters: int, step_s: float) -> Mapping[str, ob
 
 
 def _predicted(told: Mapping[str, object], name: str) -> float:
-    """Of two nodes. Local SGD sends what DiLoCo does."""
+    """Return the forecast for two nodes; local SGD sends as much as DiLoCo."""
     name = name.replace("--local-sgd", "--diloco")
     forecasts = told["forecasts"]
     assert isinstance(forecasts, Sequence)

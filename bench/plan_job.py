@@ -1,4 +1,4 @@
-"""A task whose computing is waiting: as a GPU's, it takes no time of the cores that the network is made of here."""
+"""A task that waits instead of computing: like a GPU, it uses no time of the cores, which simulate the network here."""
 
 import os
 import time
@@ -10,9 +10,9 @@ from torch import nn
 LAYERS = 4
 WIDTH = 512
 STEP_S = 0.4
-"""Of a batch, a third of it forward."""
+"""Seconds of computing per batch, a third of it in the forward pass."""
 SAMPLE = 4
-"""Numbers in a sample."""
+"""Numbers per sample."""
 
 
 class _Wait(torch.autograd.Function):
@@ -38,25 +38,25 @@ class _Layer(nn.Module):
 
 
 class Waiting:
-    """Layers of equal size and time; as many samples as ``BENCH_SAMPLES`` says."""
+    """Layers of equal size and time; ``BENCH_SAMPLES`` is the number of samples."""
 
     def model(self) -> nn.Module:
-        """4 MB of weights."""
+        """Return a model with 4 MB of weights."""
         return nn.Sequential(nn.Linear(SAMPLE, WIDTH), *(_Layer() for _ in range(LAYERS)))
 
     def train_data(self) -> list[torch.Tensor]:
-        """Zeros."""
+        """Return zeros."""
         return [torch.zeros(SAMPLE)] * int(os.environ.get("BENCH_SAMPLES", "64"))
 
     def test_data(self) -> list[torch.Tensor]:
-        """One: nothing is learnt."""
+        """Return one sample: nothing is learnt."""
         return [torch.zeros(SAMPLE)]
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        """Of what is sent it does not matter what it is."""
+        """Return any loss: its value does not matter."""
         output: torch.Tensor = model(batch)
         return output.square().mean()
 
     def measure(self, _model: nn.Module, _batch: torch.Tensor) -> dict[str, float]:
-        """Nothing: the test sample does not wait for long."""
+        """Measure nothing: evaluation must not take long."""
         return {"loss": 0.0}

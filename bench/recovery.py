@@ -46,12 +46,12 @@ KIT = "kit up"
 MODULE = f"{KIT}, module"
 VICTIM = "node2"
 START_TIMEOUT_S = 60.0
-TRAIN_S = 2.0  # before each fault: long enough for some snapshots
+TRAIN_S = 2.0  # before each fault: enough for some snapshots
 WHOLE_AGAIN_S = 3.0
-STEADY_STEPS = 10  # a world that makes fewer has not recovered
+STEADY_STEPS = 10  # a world that makes fewer steps has not recovered
 GOAL_PAUSE_S = 3.0
-GOAL_LOST = 25  # recovery_job's interval
-KEPT_GOAL_PAUSE_S = 0.09  # of which a step is 0.03, and the transfer 0.01
+GOAL_LOST = 25  # the snapshot interval of recovery_job, in steps
+KEPT_GOAL_PAUSE_S = 0.09  # of this, a step takes 0.03 s, and the transfer 0.01 s
 DESCRIPTION = """\
 How long it takes from a fault to the next trained step, on three hosts of a lab on this machine (network namespaces
 with real sshd), one worker each: the same DDP script (20 ms a step, a snapshot every 25 steps on each node's own
@@ -89,46 +89,46 @@ It needs root (for the lab). Exit status: 0 unless kit did not recover; a goal t
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a job."""
+    """A fault that can be inflicted on a job."""
 
     title: str
     goal_s: float
     happen: Callable[[Session], float]
-    """Makes it happen; when it did."""
+    """Inflicts the fault; returns when."""
     is_return: bool = False
     kept_goal_s: float | None = None
-    """Where ranks keep their step."""
+    """The goal where ranks keep their step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One fault, and what became of it."""
+    """One fault and its outcome."""
 
     seconds: float | None
-    """To the next trained step; None: not in time."""
+    """Seconds to the next trained step; None: not in time."""
     why: str = ""
     lost: int = 0
-    """Steps that had been made and were made again."""
+    """Steps that were made before the fault and again after it."""
     pause_s: float = 0.0
-    """From the last step of a world to the first of the next, for all worlds since the fault."""
+    """Seconds from the last step of a world to the first step of the next, summed over all worlds since the fault."""
     size: int = 0
-    """Of the world that goes on."""
+    """Size of the world that goes on."""
     num_met: int = 0
-    """How often they met until then."""
+    """Number of rendezvous until then."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Kit's marks on the way, in seconds after the fault."""
+    """Kit's milestones, in seconds after the fault."""
 
 
 # --- reading what the ranks wrote; pure ---------------------------------------------------------------------
 
 
 def judge(lines: Iterable[Line], fault_s: float, *, host: str | None = None) -> Trial | None:
-    """What became of a fault, as far as the lines tell; None while there is no steady new world.
+    """Return the outcome of a fault; None if there is no steady new world yet.
 
     Args:
         lines: of all ranks.
         fault_s: when it happened.
-        host: must be part of the new world.
+        host: a host that must be part of the new world.
     """
     starts: dict[int, list[Line]] = {}
     steps: dict[int, list[Line]] = {}
@@ -157,7 +157,7 @@ def judge(lines: Iterable[Line], fault_s: float, *, host: str | None = None) -> 
 
 
 def _first_step(made: Sequence[Line], host: str | None) -> float | None:
-    """When all ranks of a world had made its first step, if it went on from there."""
+    """Return when all ranks of a world had made its first step; None if it did not go on from there."""
     if not made or (host is not None and all(line["host"] != host for line in made)):
         return None
     first: dict[int, float] = {}
@@ -175,7 +175,7 @@ def _start_phases(starts: Sequence[Line], fault_s: float, done_s: float) -> dict
 
 
 def kit_phases(history: Iterable[Line], fault_s: float, end_s: float) -> dict[str, float]:
-    """When kit had come how far between a fault and a step, in seconds after the fault."""
+    """Return when kit had reached its milestones between a fault and a step, in seconds after the fault."""
     during = [event for event in history if fault_s < event["time"] <= end_s]
 
     def moments(*kinds: str) -> list[float]:
@@ -218,7 +218,7 @@ def _cut(session: Session, host: str) -> float:
 
 
 def _return(session: Session) -> float:
-    """From the moment its sshd listens."""
+    """Start a crashed host again; the time counts from when its sshd listens."""
     session.bench.lab.revive(VICTIM)
     when = time.time()
     session.came_back(VICTIM)
@@ -230,7 +230,7 @@ FAULTS = {
     "nccl": Fault("a worker killed, the others in NCCL", 1.0, _kill_worker_in_nccl),
     "crash": Fault("a node crashes", 4.0, lambda session: _crash(session, VICTIM), kept_goal_s=0.3),
     "return": Fault("the node is back", 8.0, _return, is_return=True),
-    # It is to be noticed within 2.5 s.
+    # kit should notice it within 2.5 s
     "cut": Fault("a node's cable is cut", 6.0, lambda session: _cut(session, VICTIM), kept_goal_s=2.6),
     "host-crash": Fault(
         "the rendezvous host crashes",
@@ -248,7 +248,7 @@ FAULTS = {
 
 
 class Turn:
-    """One contestant's turn in one round: all its faults, in one session for as long as that is whole."""
+    """One contestant's turn in a round: all faults, in one session for as long as that is healthy."""
 
     def __init__(self, name: str, make: Callable[[], Session], cap_s: float, *, timeline: bool) -> None:
         self._name = name
@@ -258,7 +258,7 @@ class Turn:
         self._session: Session | None = None
 
     def run(self, faults: Sequence[str]) -> dict[str, Trial]:
-        """The faults in this order; a node can only be back after a crash."""
+        """Inflict the faults in this order; `return` is possible only after a crash."""
         trials: dict[str, Trial] = {}
         try:
             for key in faults:
@@ -334,7 +334,7 @@ class Turn:
 
 
 def _is_whole(session: Session) -> bool:
-    """Whether all hosts are at the same work right now."""
+    """Whether all hosts are training in the same world."""
     now = time.time()
     recent = [line for line in session.read() if "time" in line and line["time"] > now - 0.5]
     return (
@@ -348,7 +348,7 @@ def _tail(session: Session) -> str:
 
 
 def told(history: Iterable[Line], fault_s: float, end_s: float) -> str:
-    """Kit's events around a fault."""
+    """Return kit's events around a fault, as text."""
     lines = []
     for event in history:
         if not fault_s - 0.5 < event["time"] < end_s + 1.0:
@@ -365,7 +365,7 @@ def told(history: Iterable[Line], fault_s: float, end_s: float) -> str:
 
 
 def shown(trial: Trial, cap_s: float) -> str:
-    """One trial in a line."""
+    """Format one trial as a line."""
     if trial.seconds is None:
         return trial.why or f"not in {cap_s:.0f} s"
     return (
@@ -381,7 +381,7 @@ Results = Mapping[str, Mapping[str, Sequence[Trial]]]
 
 
 def times_table(results: Results) -> str:
-    """Medians and ranges, and the pause of the others when a node is back."""
+    """Return the table of medians and ranges, and of the others' pause when a node returns."""
     faults = [key for key in FAULTS if any(key in by_fault for by_fault in results.values())]
     rows = []
     for key in faults:
@@ -397,7 +397,7 @@ def _good(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def _range(values: Sequence[float], digits: int | None = None) -> str:
-    """The median and the range, in tenths or, below one, in hundredths."""
+    """Format the median and the range, with one decimal, or two below one."""
     if not values:
         return "–"
     if digits is None:
@@ -419,7 +419,7 @@ def _times(trials: Sequence[Trial]) -> str:
 
 
 def lost_table(results: Results) -> str:
-    """Steps made again."""
+    """Return the table of repeated steps."""
     faults = [key for key in FAULTS if any(key in by_fault for by_fault in results.values())]
     rows = [
         [
@@ -432,7 +432,7 @@ def lost_table(results: Results) -> str:
 
 
 def phases_table(by_fault: Mapping[str, Sequence[Trial]]) -> str:
-    """Where kit's time goes: when each thing was over, medians."""
+    """Return the table of kit's milestones: the median time of each."""
     words = {
         "noticed": "first notice",
         "fenced": "fence sent",
@@ -457,9 +457,9 @@ def phases_table(by_fault: Mapping[str, Sequence[Trial]]) -> str:
 
 
 def goals(by_fault: Mapping[str, Sequence[Trial]], *, are_kept: bool = False) -> str:
-    """Which of kit's goals are met, by the medians, and in how many trials it recovered.
+    """Return which of kit's goals are met, by the medians, and in how many trials it recovered.
 
-    `are_kept`: the goals of ranks that keep their step.
+    `are_kept`: use the goals for ranks that keep their step.
     """
     lines = []
     for key, trials in by_fault.items():
@@ -489,7 +489,7 @@ def _goal(what: str, value: float, goal: float, unit: str) -> str:
 
 
 def contestants(lab: Bench, job: Path) -> tuple[dict[str, Callable[[], Session]], dict[str, str]]:
-    """Name → how to make a session; and those that are not here, with the reason."""
+    """Return name → how to make a session, and name → why a contestant is not available."""
     found: dict[str, Callable[[], Session]] = {
         KIT: lambda: Kit(lab, job),
         f"{KIT}, run_attempts": lambda: KitAttempts(lab, job),
@@ -508,7 +508,7 @@ def contestants(lab: Bench, job: Path) -> tuple[dict[str, Callable[[], Session]]
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the benchmark, and print the tables."""
     args = _arguments()
     if os.geteuid() != 0:
         sys.exit("bench/recovery: the lab needs root")

@@ -1,4 +1,4 @@
-"""The loop of recovery_job.py with what kit offers to a loop of one's own: `run_attempts`, whose ranks stay."""
+"""The loop of recovery_job.py in kit's `run_attempts` for custom training loops: the ranks keep their processes."""
 
 import time
 
@@ -29,18 +29,18 @@ STEP_S = 0.02
 torch.set_num_threads(1)
 folder = Path(os.environ["BENCH_FOLDER"])
 is_first = not (folder / "steps.jsonl").exists()
-memory = bytes(1) * int(Path(__file__).with_name("bytes").read_text() if is_first else 0)  # by --gb
+memory = bytes(1) * int(Path(__file__).with_name("bytes").read_text() if is_first else 0)  # with --gb
 folder.mkdir(parents=True, exist_ok=True)
 lines = (folder / "steps.jsonl").open("ab", buffering=0)
 
 
 def say(**fields: object) -> None:
-    """One line in one write."""
+    """Write a line, with a single write."""
     lines.write(json.dumps(fields).encode() + b"\n")
 
 
 def train(world: World, stop: Stop) -> int:
-    """One attempt."""
+    """Train in one attempt."""
     joined = time.time()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))

@@ -1,7 +1,7 @@
-"""What every contestant of bench/recovery trains: a DDP loop that writes down the time of each step.
+"""The training of all contestants of bench/recovery: a DDP loop that records the time of each step.
 
-Each node keeps snapshots of its own, and whoever has the newest gives it to all. Each rank appends lines to
-BENCH_FOLDER/steps.jsonl on its host: one when it is about to train, with the times of its start, then one a step.
+Each node keeps its own snapshots, and the one with the newest sends it to all. Each rank appends lines to
+BENCH_FOLDER/steps.jsonl on its host: one before it begins to train, with the times of its start, then one per step.
 """
 
 import time
@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 imported = time.time()
 SNAPSHOT_EVERY = 25
 STEP_S = 0.02
-# The hosts share this machine's cores. A launcher that sets no OMP_NUM_THREADS shall not lose by that here.
+# The hosts share this machine's cores: a launcher that does not set OMP_NUM_THREADS must not lose by that.
 torch.set_num_threads(1)
 folder = Path(os.environ["BENCH_FOLDER"])
 is_first = not (folder / "steps.jsonl").exists()
-memory = bytes(1) * int(Path(__file__).with_name("bytes").read_text() if is_first else 0)  # by --gb
+memory = bytes(1) * int(Path(__file__).with_name("bytes").read_text() if is_first else 0)  # with --gb
 snapshots = Path(os.environ.get("NODEKIT_SNAPSHOT_DIR") or folder / "snapshots")
 snapshots.mkdir(parents=True, exist_ok=True)
 folder.mkdir(parents=True, exist_ok=True)
@@ -34,18 +34,18 @@ lines = (folder / "steps.jsonl").open("ab", buffering=0)
 
 
 def say(**fields: object) -> None:
-    """One line in one write."""
+    """Write a line, with a single write."""
     lines.write(json.dumps(fields).encode() + b"\n")
 
 
 def newest() -> tuple[int, "Path | None"]:
-    """The step and the file of this node's newest snapshot."""
+    """Return the step and the path of this node's newest snapshot."""
     found = {int(path.stem.partition("-")[2]): path for path in snapshots.glob("step-*.pt")}
     return max(found.items()) if found else (0, None)
 
 
 def save(step: int) -> None:
-    """Beside, synced, renamed; two are kept. The folder may be one that all nodes share."""
+    """Write a snapshot atomically, and keep two; all nodes may share the folder."""
     beside = snapshots / f"draft-{rank}"
     with beside.open("wb") as file:
         torch.save(model.state_dict(), file)
@@ -57,7 +57,7 @@ def save(step: int) -> None:
 
 
 def train() -> None:
-    """One step."""
+    """Make one step."""
     loss = nn.functional.cross_entropy(trained(torch.randn(32, 64)), torch.randint(10, (32,)))
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -65,7 +65,7 @@ def train() -> None:
 
 
 def wait_as_in_nccl(*_: object) -> None:
-    """From now on a lost peer is not noticed, and SIGTERM does nothing, as where a rank waits in NCCL's kernel."""
+    """Ignore SIGTERM and the loss of peers from now on, as a rank that waits in NCCL's kernel would."""
     global is_nccl_like
     is_nccl_like = True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -74,7 +74,7 @@ def wait_as_in_nccl(*_: object) -> None:
 is_nccl_like = False
 signal.signal(signal.SIGUSR1, wait_as_in_nccl)
 heartbeat = contextlib.nullcontext
-if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:  # ft_launcher, which is told of every step, as it wants to be
+if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:  # ft_launcher expects a heartbeat for every step
     import nvidia_resiliency_ext.fault_tolerance as ft
 
     client = ft.RankMonitorClient()
@@ -103,7 +103,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 where = {"world": world, "size": world_size, "rank": rank}
 times = {"first_line": first_line, "imported": imported, "joined": joined, "resumed": time.time()}
 say(**where, pid=os.getpid(), step=step, **times)
-torch.manual_seed(1 + rank)  # every rank has data of its own
+torch.manual_seed(1 + rank)  # every rank has its own data
 while True:
     begin = time.time()
     try:

@@ -1,4 +1,4 @@
-"""What bench/recovery trains with kit's training module: a task that writes down what recovery_job.py does."""
+"""The task of kit's training module in bench/recovery: it records what recovery_job.py records."""
 
 import time
 
@@ -20,16 +20,16 @@ STEP_S = float(os.environ.get("BENCH_STEP_S", "0.02"))
 torch.set_num_threads(1)
 folder = Path(os.environ["BENCH_FOLDER"])
 is_first = not (folder / "steps.jsonl").exists()
-memory = bytes(1) * int(Path(__file__).with_name("bytes").read_text() if is_first else 0)  # by --gb
+memory = bytes(1) * int(Path(__file__).with_name("bytes").read_text() if is_first else 0)  # with --gb
 folder.mkdir(parents=True, exist_ok=True)
 lines = (folder / "steps.jsonl").open("ab", buffering=0)
 
 
 class Task(Digits):
-    """Digits, at recovery_job's pace."""
+    """Digits, with recovery_job's step time."""
 
     def loss(self, model: Any, batch: Any) -> Any:
-        """One step has one batch on each rank."""
+        """Wait as long as a step of recovery_job's, and return the parent's loss."""
         time.sleep(STEP_S)
         return super().loss(model, batch)
 

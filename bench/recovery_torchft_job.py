@@ -1,6 +1,6 @@
-"""What torchft trains in bench/recovery: the loop of recovery_job.py, by torchft's own pattern.
+"""The training of torchft in bench/recovery: the loop of recovery_job.py, in torchft's own pattern.
 
-Each host has a replica group of one rank. torchft gives its state to whoever lacks it, so there are no snapshots.
+Each host is a replica group of one rank. torchft sends its state to replicas that lack it, so there are no snapshots.
 """
 
 import time
@@ -21,13 +21,13 @@ TIMEOUT = timedelta(seconds=3)  # of a collective: as long as the other contesta
 torch.set_num_threads(1)
 folder = Path(os.environ["BENCH_FOLDER"])
 is_first = not (folder / "steps.jsonl").exists()
-memory = bytes(1) * int(Path(__file__).with_name("bytes").read_text() if is_first else 0)  # by --gb
+memory = bytes(1) * int(Path(__file__).with_name("bytes").read_text() if is_first else 0)  # with --gb
 folder.mkdir(parents=True, exist_ok=True)
 lines = (folder / "steps.jsonl").open("ab", buffering=0)
 
 
 def say(**fields: object) -> None:
-    """One line in one write."""
+    """Write a line, with a single write."""
     lines.write(json.dumps(fields).encode() + b"\n")
 
 
@@ -55,7 +55,7 @@ while True:
     loss.backward()
     step = manager.current_step()
     optimizer.step()
-    # A replica that takes over the others' state has no part in that step.
+    # A replica that receives the others' state does not take part in that step.
     if manager.current_step() == step + 1 and (rank := manager.participating_rank()) is not None:
         size = manager.num_participants()
         where = {"size": size, "rank": rank, "world": f"{manager._quorum_id}-{size}"}

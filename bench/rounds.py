@@ -1,4 +1,4 @@
-"""What every benchmark here shares: interleaved rounds, a lab of its own, tables that paste into the documentation."""
+"""Code that all benchmarks share: interleaved rounds, a lab, and Markdown tables for the documentation."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from nodekit.deploy.lab.lab_process import ProcessRecord
 T = TypeVar("T")
 
 SHARED = Path("/var/lib/nodekit-bench")
-"""Files put here before a lab starts are seen by its hosts; /tmp and root's home are not."""
+"""The lab's hosts see files that were put here before the lab started; /tmp and root's home they do not see."""
 QUIET_TIMEOUT_S = 20.0
 
 
 class BenchError(Exception):
-    """A contestant did not do what it was started for."""
+    """A contestant failed to do what it was started for."""
 
 
 def note(text: str) -> None:
-    """Tell of progress, apart from the tables."""
+    """Print progress on stderr, apart from the tables."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -45,9 +45,9 @@ def interleave(
 ) -> tuple[dict[str, list[T]], dict[str, str]]:
     """Run the contestants in turn, round by round, after a warm-up that does not count.
 
-    What disturbs this machine for a while then disturbs all of them. Every other round each group goes backwards
-    (A B, B A, …): the first finds another memory than the second does. A contestant that breaks is left out from
-    there on, and the second dict says why.
+    A temporary disturbance of this machine then affects all of them. Every other round reverses the order within each
+    group (A B, B A, …), since the second one finds another state of memory than the first. A contestant that breaks is
+    left out from then on, and the second dict says why.
     """
     measured: dict[str, list[T]] = {name: [] for group in groups for name in group}
     broken: dict[str, str] = {}
@@ -73,13 +73,13 @@ def interleave(
 
 
 class Bench:
-    """Three hosts, and this machine's ways to them: a home of its own for kit, a configuration for ssh."""
+    """Lab hosts, and what this machine needs to use them: a home folder for kit, and an ssh configuration."""
 
     def __init__(self, lab: Lab, folder: Path, shared: Path) -> None:
         self.lab = lab
         self.folder = folder
         self.shared = shared
-        """Visible to the hosts under the same name."""
+        """A folder that the hosts see at the same path."""
         self.ssh_config = folder / "ssh_config"
         self.bin = folder / "bin"
         hosts = "".join(
@@ -90,13 +90,11 @@ class Bench:
             f"  IdentityFile {lab.identity_file}\n  UserKnownHostsFile {lab.known_hosts}\n"
         )
         self.bin.mkdir()
-        # For programs that call plain `ssh`: with this, the lab's hosts are in reach as the user's own are.
+        # For programs that call plain `ssh`: it makes the lab's hosts reachable, as a user's hosts are.
         wrapper = self.bin / "ssh"
         wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.ssh_config} "$@"\n')
         wrapper.chmod(0o755)
-        for (
-            host
-        ) in lab.hosts.values():  # their interfaces differ: kit looks, the others are told so on each host
+        for host in lab.hosts.values():  # each has another interface: kit finds it, others are told
             line = f"export GLOO_SOCKET_IFNAME={host.interface}"
             lab.run(host.name, ["sh", "-c", f"echo {line} > /root/.bashrc"], check=True)
         self._quiet = {name: _processes(lab, name) for name in lab.hosts}
@@ -107,7 +105,7 @@ class Bench:
         return lab_network.control_address(self.lab.network)
 
     def env(self, **more: str) -> dict[str, str]:
-        """The caller's environment without what would steer a job, and with a home of its own."""
+        """Return the caller's environment, without variables that would affect a job, and with its own home."""
         mine = {
             name: value
             for name, value in os.environ.items()
@@ -120,7 +118,7 @@ class Bench:
         return {**mine, "HOME": home, "XDG_STATE_HOME": f"{home}/state", "PATH": path, **more}
 
     def wait_quiet(self) -> None:
-        """Wait until nothing of the last contestant runs on the hosts; what does not end is ended."""
+        """Wait until no process of the last contestant runs on the hosts; kill those that do not end."""
         deadline = time.monotonic() + QUIET_TIMEOUT_S
         while left := self._left():
             if time.monotonic() > deadline:
@@ -129,11 +127,11 @@ class Bench:
             time.sleep(0.05)
 
     def upper(self, host: str, path: str) -> Path:
-        """A file on a host's disk, seen from here: also while the host is cut off, or crashed."""
+        """Return this machine's path of a file on a host's disk; valid even if the host is down or cut off."""
         return self.lab.folder / "hosts" / host / "upper" / path.lstrip("/")
 
     def boot_all(self) -> None:
-        """End all that runs on the hosts, mend their links, and start them again; their disks keep what is on them."""
+        """End all processes on the hosts, mend their links, and boot them again; their disks are kept."""
         for host in self.lab.hosts:
             self.lab.crash(host)
             self.lab.mend(host)
@@ -153,7 +151,7 @@ def _processes(lab: Lab, host: str) -> set[ProcessRecord]:
 
 
 def exit_on_signals() -> None:
-    """End by an exception where a signal asks for it, so that what was started is ended and removed."""
+    """Turn signals into exceptions, so that everything that was started is ended and removed."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, _: sys.exit(128 + number))
 
@@ -162,12 +160,12 @@ def exit_on_signals() -> None:
 def bench(
     num_hosts: int, prepare: Callable[[Path], None] = lambda _: None, *, slurm: bool = False
 ) -> Iterator[Bench]:
-    """A lab of so many hosts, removed at the end, with all files.
+    """Make a lab with this many hosts, and remove it at the end, with all files.
 
     Args:
-        num_hosts: how many.
-        prepare: puts into the folder it is given what the hosts shall see, under the same name.
-        slurm: with a Slurm cluster on them.
+        num_hosts: number of hosts.
+        prepare: called with a folder; the hosts see what it puts there, at the same path.
+        slurm: also make a Slurm cluster on the hosts.
     """
     SHARED.mkdir(parents=True, exist_ok=True)
     exit_on_signals()
@@ -190,7 +188,7 @@ def bench(
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, aligned so that it reads in a terminal too."""
+    """Return a Markdown table, aligned for terminals."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -202,17 +200,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """From the least to the most, as in ``6.10–7.00``."""
+    """Format the least and the greatest value, as in ``6.10–7.00``."""
     return f"{min(values):.2f}–{max(values):.2f}"
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value."""
+    """Return the median."""
     return statistics.median(values)
 
 
 def machine() -> str:
-    """The date and the machine, as a table's caption has them."""
+    """Return the date and a description of this machine, for a table's caption."""
     model = next(
         (
             line.partition(":")[2].strip()
@@ -230,13 +228,13 @@ def machine() -> str:
 
 
 def middle(values: Sequence[float]) -> float:
-    """The mean without the tenth that is least and the tenth that is most: other work on the machine is in those."""
+    """Return the mean without the lowest and the highest tenth, which contain disturbances by other work."""
     few = len(values) // 10
     return statistics.mean(sorted(values)[few : len(values) - few])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the middle is, with 90 %, by drawing from the values again and again."""
+    """Return the 90 % confidence interval of `middle`, by bootstrapping."""
     draw = random.Random(0)
     middles = sorted(middle(draw.choices(values, k=len(values))) for _ in range(2000))
     return middles[100], middles[-101]

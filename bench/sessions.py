@@ -1,4 +1,4 @@
-"""The contestants of bench/recovery: jobs that go on for ever on three hosts, to be hit by faults."""
+"""The contestants of bench/recovery: endless jobs on three hosts, to be hit by faults."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TUNED_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TUNED_CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 ATTEMPTS_JOB, TORCHFT_JOB = "recovery_attempts_job.py", "recovery_torchft_job.py"
 RESILIENT = "nvidia-resiliency-ext"
-# Its keep-alive is fixed. Its ranks tell of every step, and one that says nothing for 3 s is killed.
+# Its keep-alive interval is fixed. Its ranks report every step, and one that reports nothing for 3 s is killed.
 RESILIENT_OPTIONS = (
     "--rdzv-conf last_call_timeout=1 --ft-initial-rank-heartbeat-timeout 30 --ft-rank-heartbeat-timeout 3 "
     "--ft-workload-check-interval 1 --ft-enable-nic-monitor false"
 )
-# A replica is lost after as long as kit takes; who is alive and late is waited for as long as by the others.
+# A replica is lost after the same time as a node of kit's; one that is alive but late gets as long as in the others.
 LIGHTHOUSE_OPTIONS = (
     f"--min_replicas {MIN_NODES} --join_timeout_ms 1000 --quorum_tick_ms 50 --heartbeat_timeout_ms 2500"
 )
@@ -42,44 +42,44 @@ _numbers = iter(range(1, 10**6))
 
 
 class Session:
-    """One job of one contestant, from its start until it is ended, whatever has become of it."""
+    """One job of a contestant, from its start until it is ended."""
 
     def __init__(self, bench: Bench, job: Path) -> None:
         self.bench = bench
         self.job = job
-        """The folder of the script, there on all hosts already."""
+        """The folder of the script; all hosts have it already."""
         self.number = next(_numbers)
         self.folder = f"{bench.shared}/trials/{self.number}"
-        """Where the ranks write, on each host's own disk."""
+        """The folder that the ranks write to, on each host's own disk."""
         self.output = bench.folder / f"output-{self.number}"
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._offsets = dict.fromkeys(bench.lab.hosts, 0)
         self.lines: list[dict[str, Any]] = []
-        """What the ranks have written so far, each with its ``host``."""
+        """The lines that the ranks have written so far, each with its ``host``."""
 
     @property
     def rendezvous_host(self) -> str:
-        """Where the rendezvous is now."""
+        """The host of the rendezvous at this moment."""
         return next(iter(self.bench.lab.hosts))
 
     def start(self) -> None:
-        """Begin."""
+        """Start the job."""
         raise NotImplementedError
 
     def came_back(self, host: str) -> None:
-        """A host answers again: what is to be done by hand then."""
+        """Do what a user has to do by hand once a host answers again."""
 
     def history(self) -> list[dict[str, Any]]:
-        """What was written down of it, in the order of time."""
+        """Return the events of the job, by time."""
         return []
 
     @property
     def has_ended(self) -> bool:
-        """Whether all that was started from here has."""
+        """Whether all processes started from here have ended."""
         return all(process.poll() is not None for process in self._running.values())
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines, those written meanwhile too."""
+        """Read the ranks' new lines, and return all lines."""
         for host, offset in self._offsets.items():
             with contextlib.suppress(FileNotFoundError):
                 with self.bench.upper(host, f"{self.folder}/steps.jsonl").open("rb") as file:
@@ -91,18 +91,18 @@ class Session:
         return self.lines
 
     def kill_worker(self, host: str) -> float:
-        """SIGKILL the last worker that began to train there; when."""
+        """Kill the worker on this host that began to train last; return when."""
         worker = self._worker(host)
         when = time.time()
         kill(worker)
         return when
 
     def have_others_wait_as_in_nccl(self, host: str) -> None:
-        """Have the workers of the other hosts wait, from the next fault on, as ranks in NCCL's kernels do."""
+        """Make the workers of the other hosts wait, from the next fault on, as ranks in NCCL's kernels do."""
         for other in self.bench.lab.hosts:
             if other != host:
                 os.kill(self._worker(other).pid, signal.SIGUSR1)
-        time.sleep(0.1)  # python's handlers run between two steps
+        time.sleep(0.1)  # python runs signal handlers between two steps
 
     def _worker(self, host: str) -> ProcessRecord:
         own = max((line for line in self.read() if line["host"] == host and "pid" in line), key=_when)["pid"]
@@ -113,7 +113,7 @@ class Session:
         raise BenchError(f"no worker with pid {own} on {host}")
 
     def end(self) -> None:
-        """End everything, here and on the hosts, which start again."""
+        """End all processes, here and on the hosts, and boot the hosts again."""
         for process in self._running.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -138,21 +138,21 @@ def _when(line: Mapping[str, Any]) -> float:
 
 
 class ByHand(Session):
-    """One ``ssh HOST 'cd … && torchrun …'`` per host; again by hand on a host that is back."""
+    """One ``ssh HOST 'cd … && torchrun …'`` per host, started again by hand on a host that is back."""
 
     launcher = str(Path(sys.executable).with_name("torchrun"))
     options = ""
     environment: Mapping[str, str] = {}
 
     def start(self) -> None:
-        """On all hosts at once."""
+        """Start the job on all hosts at once."""
         for host in self.bench.lab.hosts:
             self._start_on(host)
 
     def came_back(self, host: str) -> None:
-        """The user is quick: he starts it again as soon as sshd answers."""
+        """Start the job again as soon as sshd answers: the user is assumed to be quick."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._running[host].pid, signal.SIGKILL)  # the login that was cut off
+            os.killpg(self._running[host].pid, signal.SIGKILL)  # the SSH login that was cut off
         self._running[host].wait()
         self._start_on(host)
 
@@ -182,26 +182,26 @@ class ByHand(Session):
 
 
 class Tuned(ByHand):
-    """torchrun with all that can be set from outside."""
+    """torchrun with every option that can be set from outside."""
 
     options = f"--rdzv-conf {TUNED_CONF}"
     environment = TUNED_ENV
 
 
 class Resilient(ByHand):
-    """NVIDIA's ft_launcher, with the script's heartbeats."""
+    """NVIDIA's ft_launcher, with heartbeats from the script."""
 
     launcher = str(peers.RESILIENT_VENV / "bin/ft_launcher")
     options = RESILIENT_OPTIONS
 
 
 class TorchFT(ByHand):
-    """torchft: its lighthouse on the first host, and a torchrun of its own on each, as its page says."""
+    """torchft: its lighthouse on the first host, and a separate torchrun on each host, as its documentation says."""
 
     launcher = str(peers.RESILIENT_VENV / "bin/python") + " -m torch.distributed.run"
 
     def start(self) -> None:
-        """The lighthouse first."""
+        """Start the lighthouse, and then the replicas."""
         lighthouse = (
             f"{peers.RESILIENT_VENV / 'bin/torchft_lighthouse'} --bind [::]:{self._port} {LIGHTHOUSE_OPTIONS}"
         )
@@ -217,14 +217,14 @@ class TorchFT(ByHand):
 
 
 class Kit(Session):
-    """``kit up``, which does the rest."""
+    """``kit up``, which needs nothing else."""
 
     env: Mapping[str, str] = {}
-    """For the script."""
+    """Environment variables for the script."""
     command: Sequence[str] = (JOB,)
 
     def start(self) -> None:
-        """From a folder with the script alone."""
+        """Start the job from a folder that contains only the script."""
         inventory = self.bench.folder / f"trial{self.number}.yaml"
         values = yaml.safe_load(self.bench.lab.inventory.read_text())
         values["name"] = inventory.stem
@@ -242,11 +242,11 @@ class Kit(Session):
 
     @property
     def rendezvous_host(self) -> str:
-        """It moves; the supervisor has written down where to."""
+        """The host of the rendezvous, which may move; the supervisor records where to."""
         return str(json.loads((self._run_folder / "run.json").read_text())["judgement"]["host"])
 
     def history(self) -> list[dict[str, Any]]:
-        """The supervisor's events (of no ``node``), and every node's."""
+        """Return the supervisor's events (without a ``node``), and every node's."""
         run = json.loads((self._run_folder / "run.json").read_text())
         files = [self._run_folder / "events.jsonl"]
         files += [
@@ -257,7 +257,7 @@ class Kit(Session):
 
 
 class KitAttempts(Kit):
-    """The same loop within `run_attempts`, whose ranks keep their processes."""
+    """The same training loop in `run_attempts`, whose ranks keep their processes."""
 
     command: Sequence[str] = (ATTEMPTS_JOB,)
 
@@ -272,13 +272,13 @@ class KitModule(Kit):
 
 
 class KitModuleRestarted(KitModule):
-    """The same, and all ranks are started again."""
+    """kit's training module, with all ranks restarted."""
 
     command: Sequence[str] = (*KitModule.command, "--on-lost-rank", "restart")
 
 
 def wait_for(condition: Any, *, timeout_s: float) -> bool:
-    """Whether it came true in time."""
+    """Wait for a condition; return whether it became true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What is left of two hosts' speed on a network as slow as gigabit Ethernet is for BERT-base, mode by mode."""
+"""Scaling efficiency of two hosts, mode by mode, on a network as slow as gigabit Ethernet is for BERT-base."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ import nodekit.training
 from nodekit.training.tasks import load_task
 
 RATIO = 9.0
-"""Seconds that the gradients take through the wire to the seconds of a step's computing, on one host.
+"""Seconds to send the gradients, divided by the seconds of a step's computing on one host.
 
-BERT-base has 110 M parameters, so 440 MB of gradients in fp32, and a ring of two hosts sends as much each way:
-3.5 s at 1 Gb/s. A step of 32 sequences takes a GPU of the V100's class some 0.4 s: 9 times less.
+BERT-base has 110 M parameters, so 440 MB of gradients in fp32, and in a ring of two hosts each sends as much:
+3.5 s at 1 Gb/s. A step of 32 sequences takes about 0.4 s on a GPU like the V100: 9 times less.
 """
 BATCH = 16
 """Samples per step and host."""
 APART = (("--local-sgd", 128), ("--local-sgd", 256), ("--diloco", 128))
-"""With H: an exchange costs as much as 9 steps, so what is left of two hosts cannot be more than H / (H + 9)."""
+"""Each with H: an exchange costs as much as 9 steps, so the efficiency of two hosts is at most H / (H + 9)."""
 COUNTED = 256
-"""Steps, in a run of those for speed."""
+"""Steps in a run for speed."""
 ALONE = "one host"
 EACH_ALONE = "two hosts, each alone"
-"""What this machine gives where nothing is sent at all: its cores share memory, and perhaps more."""
+"""The speed without communication on this machine: the hosts' cores share its memory bandwidth, and perhaps more."""
 DDP = "ddp"
 NUM_STEPS = 512
-"""Of an accuracy run on two hosts: 15 times through the sentences."""
+"""Steps of an accuracy run on two hosts: 15 passes through the sentences."""
 LR = "0.001"
 """With the default, 0.003, some seeds learn nothing from batches as small as these."""
 GOAL_EFFICIENCY = 0.9
@@ -64,24 +64,24 @@ It needs root (for the lab). Exit status: 0 unless something broke; a goal that 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to train."""
+    """A way to train, with the settings of its runs."""
 
     options: Sequence[str] = ()
     num_hosts: int = 2
     together: bool = True
-    """Whether they train one model."""
+    """Whether both hosts train one model."""
     batch: int = BATCH
     """Samples per step and host."""
     period: int = 1
     """Steps from one exchange to the next."""
     num_steps: int = 96
-    """Of a run for speed."""
+    """Steps of a run for speed."""
     from_step: int = 32
-    """Where counting begins there, or a little later."""
+    """The step at which counting begins, or soon after."""
 
 
 def modes() -> dict[str, Mode]:
-    """All, by name."""
+    """Return name → mode."""
     found = {
         ALONE: Mode(num_hosts=1),
         EACH_ALONE: Mode(together=False),
@@ -90,7 +90,7 @@ def modes() -> dict[str, Mode]:
     for name in ("fp16", "bf16", "powersgd"):
         found[f"--compress {name}"] = Mode(["--compress", name], num_steps=64, from_step=24)
     for name, every in APART:
-        # Counted from the middle of a period on, so that no exchange is at the edge.
+        # Count from the middle of a period, so that no exchange is at either end.
         found[f"{name} {every}"] = Mode(
             [name, str(every)], period=every, num_steps=every // 2 + COUNTED + 1, from_step=every // 2
         )
@@ -98,7 +98,7 @@ def modes() -> dict[str, Mode]:
 
 
 class Runs:
-    """Start a mode on the hosts."""
+    """Runs the modes on the hosts."""
 
     def __init__(self, lab: Bench, task: str = "slow_network_job.py:Text") -> None:
         self.lab = lab
@@ -107,7 +107,7 @@ class Runs:
         self._numbers = itertools.count()
 
     def speed(self, mode: Mode) -> float:
-        """Samples per second, over all hosts."""
+        """Return the samples per second of all hosts together."""
         folders = self.train(mode, num_steps=mode.num_steps, seed=0)
         if not mode.together:
             return sum(self._speed(mode, folder, mode.batch) for folder in folders)
@@ -121,12 +121,12 @@ class Runs:
         return num_steps * batch / (times[first + num_steps] - times[first])
 
     def accuracy(self, mode: Mode, seed: int) -> float:
-        """At the end, after as many samples in every mode."""
+        """Return the final accuracy, after the same number of samples in every mode."""
         folder, *_ = self.train(mode, num_steps=NUM_STEPS * 2 // mode.num_hosts, seed=seed)
         return float(json.loads((folder / "result.json").read_text())["accuracy"])
 
     def train(self, mode: Mode, *, num_steps: int, seed: int) -> list[Path]:
-        """Give the folders of the hosts' ranks."""
+        """Train, and return the output folders of the hosts' ranks."""
         number = next(self._numbers)
         hosts = list(self.lab.lab.hosts.values())[: mode.num_hosts]
         batch = mode.batch * (mode.num_hosts if mode.together else 1)
@@ -191,7 +191,7 @@ class Runs:
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the benchmark, and print the tables."""
     args = _arguments()
     if os.geteuid() != 0:
         sys.exit("bench/slow_network: the lab needs root")
@@ -236,7 +236,7 @@ def main() -> int:
 
 
 def prepare(shared: Path) -> None:
-    """The code, where the hosts see it."""
+    """Put the code where the hosts see it."""
     for job in ("slow_network_job.py", "plan_job.py"):
         shutil.copyfile(Path(__file__).with_name(job), shared / job)
     (training,) = nodekit.training.__path__
@@ -248,12 +248,12 @@ def _speed(runs: Runs, mode: Mode) -> Callable[[int], float]:
 
 
 def lines(folder: Path) -> list[dict[str, float]]:
-    """What a run has told, step by step."""
+    """Return the metrics of a run, by step."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def modes_table(speeds: Mapping[str, Sequence[float]], accuracies: Mapping[str, Sequence[float]]) -> str:
-    """Medians and ranges of the speeds, efficiencies, and means of the accuracies."""
+    """Return the table of speeds (medians, ranges), efficiencies and mean accuracies."""
     rows = []
     for name, found in speeds.items():
         seeds = accuracies[name]
@@ -274,7 +274,7 @@ def modes_table(speeds: Mapping[str, Sequence[float]], accuracies: Mapping[str, 
 
 
 def goals(speeds: Mapping[str, Sequence[float]], accuracies: Mapping[str, Sequence[float]]) -> str:
-    """The most efficient of those that are no worse than ddp and one host."""
+    """Return the most efficient modes that are no less accurate than ddp and one host."""
     if not (accuracies[DDP] and accuracies[ALONE] and ALONE in speeds):
         return "no accuracies, so no mode is the best"
     wanted = max(_mean(accuracies[DDP]), _mean(accuracies[ALONE])) - GOAL_LOSS
@@ -293,7 +293,7 @@ def goals(speeds: Mapping[str, Sequence[float]], accuracies: Mapping[str, Sequen
 
 
 def efficiency(speeds: Mapping[str, Sequence[float]], name: str) -> float:
-    """What is left of two hosts: 1 if they are twice as fast as one."""
+    """Return the efficiency of two hosts: 1 if they are twice as fast as one."""
     return median(_efficiencies(speeds, name))
 
 

@@ -1,4 +1,4 @@
-"""The task text for bench/slow_network: epochs as long as wanted, judged on dev and test together."""
+"""The task text for bench/slow_network: long epochs, and evaluation on dev and test together."""
 
 import os
 
@@ -6,17 +6,17 @@ from nodekit.training.tasks import text
 
 
 class Text(text.Text):
-    """An epoch goes through the 1,088 sentences several times, as one of a large data set has many steps.
+    """Repeats the 1,088 sentences several times in an epoch, so that it has many steps, as with a large data set.
 
-    ``BENCH_SAMPLES`` says how many samples it has. Dev and test together are 408 sentences: half the noise.
+    ``BENCH_SAMPLES`` is the number of samples per epoch. Dev and test together are 408 sentences: half the noise.
     """
 
     def train_data(self) -> list[text.Sample]:
-        """As many as are asked for."""
+        """Return as many samples as `BENCH_SAMPLES` says."""
         own = super().train_data()
         num_samples = int(os.environ.get("BENCH_SAMPLES", len(own)))
         return (own * (num_samples // len(own) + 1))[:num_samples]
 
     def test_data(self) -> list[text.Sample]:
-        """Nothing is chosen by them here."""
+        """Return dev and test together: nothing is chosen by the dev data here."""
         return [*super().test_data(), *self.final_data()]

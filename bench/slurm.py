@@ -59,7 +59,7 @@ srun bash -c 'GLOO_SOCKET_IFNAME=$(ip -o -4 addr show to 198.18.0.0/15 | cut -d"
 
 
 class Starts:
-    """Both ways to start the same script."""
+    """The two ways to start the same script: kit and sbatch."""
 
     def __init__(self, lab: Bench, project: Path) -> None:
         self._bench = lab
@@ -71,11 +71,11 @@ class Starts:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment in which Slurm's commands mean the lab's cluster."""
+        """The environment in which Slurm's commands use the lab's cluster."""
         return self._bench.env(SLURM_CONF=str(self._bench.lab.slurm.conf))
 
     def kit(self, _: int) -> Start:
-        """A new run of unchanged code."""
+        """Start a new run of unchanged code."""
         inventory = inventory_file(self._bench, "starts", nodes=str(NUM_HOSTS), env={})
         argv = [
             sys.executable,
@@ -90,7 +90,7 @@ class Starts:
         return measure(self._bench, [argv], cwd=self._project, env=self.env)[0]
 
     def by_hand(self, number: int) -> Start:
-        """A script as one writes it."""
+        """Start the job by a batch script as users write it."""
         script, output = self._shared / f"by-hand-{number}.sh", self._shared / f"by-hand-{number}.out"
         script.write_text(
             SCRIPT.format(
@@ -103,7 +103,7 @@ class Starts:
 
 
 def inventory_file(lab: Bench, name: str, *, nodes: str, env: Mapping[str, str]) -> Path:
-    """A `slurm:` inventory for the lab's cluster."""
+    """Write a `slurm:` inventory for the lab's cluster."""
     path = lab.folder / f"{name}.yaml"
     slurm = {"nodes": nodes, "time": 20, "shared_dir": str(lab.lab.slurm.shared / "kit")}
     path.write_text(yaml.safe_dump({"name": name, "slurm": slurm, "job": {"env": dict(env)}}))
@@ -111,12 +111,12 @@ def inventory_file(lab: Bench, name: str, *, nodes: str, env: Mapping[str, str])
 
 
 class KitOnSlurm(Session):
-    """A job of kit's that goes on for ever, on the cluster."""
+    """An endless job of kit's on the cluster."""
 
     nodes = f"2:{NUM_HOSTS}"
 
     def start(self) -> None:
-        """Submit it."""
+        """Submit the job."""
         inventory = inventory_file(
             self.bench, f"trial{self.number}", nodes=self.nodes, env={"BENCH_FOLDER": self.folder}
         )
@@ -134,7 +134,7 @@ class KitOnSlurm(Session):
         self._run("kit", argv, cwd=self.job, env=env)
 
     def end(self) -> None:
-        """Cancel it, and start the hosts again."""
+        """Cancel the job, and boot the hosts again."""
         with_slurm = self.bench.lab.slurm
         with_slurm.run(["scancel", "--user=root"])
         wait_for(lambda: with_slurm.run(["squeue", "--noheader"]) == "", timeout_s=60)
@@ -144,19 +144,19 @@ class KitOnSlurm(Session):
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A host that crashed, and what became of the job."""
+    """A crashed host, and how the job recovered."""
 
     seconds: float
-    """To the next step of all ranks of a new world."""
+    """Seconds to the next step of all ranks of a new world."""
     delay_s: float
-    """Of these, what Slurm took to start the job again; 0 inside the allocation."""
+    """Seconds of these from the request to start the job again until it started; 0 inside the allocation."""
     asked_s: float
-    """When it was asked to."""
+    """Seconds from the crash to that request."""
     size: int
 
 
 def lose(lab: Bench, victim: str, *, nodes: str = KitOnSlurm.nodes) -> Loss:
-    """Crash a host under a job of kit's."""
+    """Crash a host of a running job of kit's."""
     job = KitOnSlurm(lab, lab.folder / "project")
     job.nodes = nodes
     job.start()
@@ -168,7 +168,7 @@ def lose(lab: Bench, victim: str, *, nodes: str = KitOnSlurm.nodes) -> Loss:
         fault_s = time.time()
         lab.lab.crash(victim)
         if nodes == str(NUM_HOSTS) or victim == next(iter(lab.lab.hosts)):
-            lab.lab.revive(victim)  # Slurm wants as many nodes as before, and here are no others
+            lab.lab.revive(victim)  # the job is queued for as many nodes as before, and there are no others
         if not wait_for(lambda: _stepped(job, old=old, after=fault_s) is not None, timeout_s=RECOVER_S):
             raise BenchError(f"it did not go on within {RECOVER_S:.0f} s; {job.output.read_text()[-2000:]}")
         found = _stepped(job, old=old, after=fault_s)
@@ -187,7 +187,7 @@ def lose(lab: Bench, victim: str, *, nodes: str = KitOnSlurm.nodes) -> Loss:
 
 
 def _stepped(job: Session, *, old: set[Any], after: float) -> tuple[float, int] | None:
-    """When all ranks of a world that is not among `old` had made a step after a moment, and how many they are."""
+    """Return when all ranks of a world not in `old` had made a step after `after`, and the size of that world."""
     worlds: dict[Any, dict[int, float]] = {}
     sizes: dict[Any, int] = {}
     for line in job.read():
@@ -202,7 +202,7 @@ def _stepped(job: Session, *, old: set[Any], after: float) -> tuple[float, int] 
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the benchmark, and print the tables."""
     args = _arguments()
     if os.geteuid() != 0:
         sys.exit("bench/slurm: the lab needs root")
@@ -222,7 +222,7 @@ def main() -> int:
 
 
 def print_starts(starts: Starts, lab: Bench, rounds: int) -> bool:
-    """The table of starts; whether kit broke."""
+    """Print the table of starts; return whether kit broke."""
     measured, broken = interleave(
         {BY_HAND: starts.by_hand, KIT: starts.kit},
         rounds=rounds,
@@ -246,7 +246,7 @@ def print_starts(starts: Starts, lab: Bench, rounds: int) -> bool:
 
 
 def print_losses(lab: Bench, rounds: int) -> bool:
-    """The table of lost nodes; whether kit did not go on."""
+    """Print the table of lost nodes; return whether kit failed to go on."""
     first, *_, last = lab.lab.hosts
     stories: dict[str, Callable[[int], Loss]] = {
         "another host crashes": lambda _: lose(lab, last),

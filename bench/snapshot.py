@@ -1,4 +1,4 @@
-"""What taking a snapshot costs the training: blocking, ours behind the loop, and torch's own async_save."""
+"""The cost of a snapshot for the training: blocking, kit's in the background, and torch's async_save."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ Exit status: 0 unless something broke; a goal that is missed is no error.
 
 @dataclass(frozen=True)
 class Cost:
-    """One snapshot's, in seconds."""
+    """The cost of one snapshot, in seconds."""
 
     stall_s: float
     write_s: float
-    """From the call to the snapshot's being on the disk."""
+    """From the call until the snapshot is on the disk."""
     slowed_s: float
-    """By how much the steps made meanwhile were longer than steps without."""
+    """How much longer the steps in the meantime took than steps without a snapshot."""
     quiet_step_s: float
 
 
 class Training:
-    """The model, and a step of it."""
+    """A model, and its training steps."""
 
     def __init__(self, num_params: int) -> None:
         width = max(64, round((num_params / (12 * 12 + 40)) ** 0.5 / 64) * 64)
@@ -72,19 +72,19 @@ class Training:
         self.model = nn.Sequential(nn.Embedding(40 * width, width), body).to(self.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
         self.tokens = torch.randint(40 * width, (1, 64), device=self.device)
-        self.step()  # makes Adam's state
+        self.step()  # creates Adam's state
 
     @property
     def num_params(self) -> int:
-        """How many there are."""
+        """The number of parameters."""
         return sum(each.numel() for each in self.model.parameters())
 
     def state(self) -> dict[str, Any]:
-        """What a snapshot is of."""
+        """Return the state that a snapshot contains."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def step(self) -> float:
-        """One; gives its seconds."""
+        """Make one step; return its seconds."""
         started_s = time.perf_counter()
         self.model(self.tokens).square().mean().backward()
         self.optimizer.step()
@@ -95,7 +95,7 @@ class Training:
 
 
 class Contestants:
-    """Each takes a snapshot, and gives a function that says whether it is done."""
+    """Ways to take a snapshot; each returns a function that says whether the snapshot is complete."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training = training
@@ -111,7 +111,7 @@ class Contestants:
         self.kept_stager = DefaultStager(options)
 
     def all(self) -> dict[str, Callable[[int], Cost]]:
-        """By name."""
+        """Return name → function that takes one snapshot and returns its cost."""
         return {
             BLOCKING: lambda number: self.cost(self.blocking, number),
             OURS: lambda number: self.cost(self.ours, number),
@@ -120,7 +120,7 @@ class Contestants:
         }
 
     def cost(self, save: Callable[[int], Callable[[], bool]], number: int) -> Cost:
-        """Quiet steps, a snapshot, and steps until it is on the disk."""
+        """Make steps without a snapshot, take one, and make steps until it is on the disk."""
         os.sync()
         quiet_s = median([self.training.step() for _ in range(QUIET_STEPS)])
         started_s = time.perf_counter()
@@ -132,7 +132,7 @@ class Contestants:
         return Cost(stall_s, time.perf_counter() - started_s, slowed_s, quiet_s)
 
     def blocking(self, _number: int) -> Callable[[], bool]:
-        """What most loops do, and with it the least that can be called safe."""
+        """Save as most training loops do, with the least that can be called safe."""
         beside = self.folder / "blocking.tmp"
         with beside.open("wb") as file:
             torch.save(self.training.state(), file)
@@ -142,16 +142,16 @@ class Contestants:
         return lambda: True
 
     def ours(self, number: int) -> Callable[[], bool]:
-        """The part under test."""
+        """Save with kit's code, which is what is measured."""
         self.snapshots.save_async(self.training.state(), step=number)
         return lambda: self.snapshots.wait(0)
 
     def dcp(self, _number: int) -> Callable[[], bool]:
-        """As its documentation has it."""
+        """Save with torch's async_save, as in its documentation."""
         return self._dcp(None)
 
     def dcp_kept(self, _number: int) -> Callable[[], bool]:
-        """With buffers used again, as ours are."""
+        """Save with async_save and reused buffers, as kit does."""
         return self._dcp(self.kept_stager)
 
     def _dcp(self, stager: DefaultStager | None) -> Callable[[], bool]:
@@ -169,7 +169,7 @@ class Contestants:
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the benchmark, and print the table."""
     args = _arguments()
     with tempfile.TemporaryDirectory(prefix="nodekit-bench-", dir=args.folder) as folder:
         training = Training(int(args.params))
@@ -195,7 +195,7 @@ def main() -> int:
 
 
 def costs_table(measured: Mapping[str, Sequence[Cost]]) -> str:
-    """Medians and ranges."""
+    """Return the table of medians and ranges."""
     blocking_s = median([cost.stall_s for cost in measured[BLOCKING]])
     rows = []
     for name, costs in measured.items():
@@ -218,7 +218,7 @@ def costs_table(measured: Mapping[str, Sequence[Cost]]) -> str:
 
 
 def goals(measured: Mapping[str, Sequence[Cost]]) -> str:
-    """Whether ours meets its two."""
+    """Return whether kit meets its two goals."""
     stall_s = median([cost.stall_s for cost in measured[OURS]])
     ratio = stall_s / median([cost.stall_s for cost in measured[BLOCKING]])
     cost_s = median([cost.stall_s + max(0.0, cost.slowed_s) for cost in measured[OURS]])

@@ -1,4 +1,4 @@
-"""A run of one node on this machine whose steps are all alike, and whose processes can be stopped for a while."""
+"""A run with one node on this machine, whose steps are all alike, and whose processes can be paused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rounds import BenchError
 
-START_S = 180.0  # a step may take a second
-# Every step like the others: an evaluation or a snapshot in one window and not in the next would be most of the noise.
+START_S = 180.0  # the first steps may take a second each
+# All steps must be alike: an evaluation or a snapshot in one window only would be most of the noise.
 EVEN = ("--epochs", "1000000", "--eval-every", "1000000", "--best", "off", "--snapshot-seconds", "3600")
 INVENTORY = """\
 name: overhead
@@ -30,18 +30,18 @@ job:
 
 
 class Job:
-    """A run of one node on this machine, until it is stopped, and kit's processes in it."""
+    """A run with one node on this machine, and the processes of kit in it."""
 
     def __init__(
         self, folder: Path, *argv: str, inventory: str = INVENTORY, files: Sequence[Path] = ()
     ) -> None:
-        """Start it, and wait for 100 steps.
+        """Start the run, and wait for 100 steps.
 
         Args:
-            folder: for all that it writes.
-            argv: more of the training module's options.
-            inventory: of one host.
-            files: the job's code.
+            folder: for all files that the run writes.
+            argv: further options of the training module.
+            inventory: the text of an inventory with one host.
+            files: files of the job's code.
         """
         self._env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("NODEKIT_")},
@@ -57,7 +57,7 @@ class Job:
         try:
             self._start(folder, *argv)
         except BaseException:  # Ctrl-C too
-            with contextlib.suppress(BenchError):  # of a run that has not begun
+            with contextlib.suppress(BenchError):  # the run may not have begun
                 self._kit("down")
             raise
 
@@ -80,7 +80,7 @@ class Job:
         self.servers = {name: _server_of(pid) for name, pid in self.agents.items()}
 
     def pin(self) -> None:
-        """The node to this machine's last core, and what watches it to the first."""
+        """Pin the node to this machine's last core, and its supervisor to the first."""
         away, core = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
         for pid in (*self.channels, *self.agents.values()):
             for each in (pid, *descendants(pid)):
@@ -90,24 +90,24 @@ class Job:
 
     @property
     def all(self) -> list[int]:
-        """All of kit's processes."""
+        """Return all processes of kit."""
         return [self.supervisor, *self.channels, *self.agents.values(), *self.servers.values()]
 
     @property
     def num_steps(self) -> int:
-        """Steps so far."""
+        """Return the number of steps so far."""
         with contextlib.suppress(OSError, StopIteration):
             return len(self.steps())
         return 0
 
     def steps(self) -> list[tuple[float, int]]:
-        """When each step was done, and its epoch."""
+        """Return when each step was done, and its epoch."""
         path = next(iter(self.node_dirs.values())) / "output/metrics.jsonl"
         found = (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
         return [(each["time"], each["epoch"]) for each in found if "loss" in each]
 
     def stop(self) -> None:
-        """End the run."""
+        """Stop the run."""
         signalled(self.all, signal.SIGCONT)
         self._kit("down")
 
@@ -133,21 +133,21 @@ def _children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """The children of a process, theirs, and so on."""
+    """Yield the descendants of a process."""
     for child in _children(pid):
         yield child
         yield from descendants(child)
 
 
 def pin(pid: int, core: int) -> None:
-    """All threads of a process to one core; those it starts later come with it."""
+    """Pin all threads of a process to one core; threads that it starts later inherit that."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(task.name), {core})
 
 
 def signalled(pids: Sequence[int], number: int) -> None:
-    """Send a signal to each of these that has not ended: some of an agent's processes live for a moment only."""
+    """Send a signal to those of these processes that still run: some of an agent's are short-lived."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -155,7 +155,7 @@ def signalled(pids: Sequence[int], number: int) -> None:
 
 @contextlib.contextmanager
 def stopped(pids: Sequence[int], threads: Sequence[int] = ()) -> Iterator[None]:
-    """These do nothing meanwhile: processes by SIGSTOP, single threads by ptrace(2), whose others go on."""
+    """Pause processes by SIGSTOP, and single threads by ptrace(2), within the block."""
     signalled(pids, signal.SIGSTOP)
     for thread in threads:
         _ptrace(_SEIZE, thread)
@@ -169,7 +169,7 @@ def stopped(pids: Sequence[int], threads: Sequence[int] = ()) -> Iterator[None]:
         signalled(pids, signal.SIGCONT)
 
 
-_SEIZE, _INTERRUPT, _DETACH, _WALL = 0x4206, 0x4207, 17, 0x40000000  # of linux/ptrace.h and linux/wait.h
+_SEIZE, _INTERRUPT, _DETACH, _WALL = 0x4206, 0x4207, 17, 0x40000000  # from linux/ptrace.h and linux/wait.h
 
 
 def _ptrace(request: int, thread: int) -> None:
@@ -180,7 +180,7 @@ def _ptrace(request: int, thread: int) -> None:
 
 
 def threads_of(pid: int, names: Sequence[str] = ()) -> list[int]:
-    """The threads of a process, or those that have these names."""
+    """Return the threads of a process, or only those with these names."""
     return [
         int(task.name)
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -189,14 +189,14 @@ def threads_of(pid: int, names: Sequence[str] = ()) -> list[int]:
 
 
 def _server_of(agent: int) -> int:
-    """The agent's fork server: the child that is python itself, and has the ranks as its children."""
+    """Return the agent's fork server: its child that is a python, with the ranks as children."""
     return next(pid for pid in _children(agent) if _children(pid))
 
 
 def cpu_s(pids: Sequence[int], names: Sequence[str] = ()) -> float:
-    """Seconds of processor that these have taken so far. Not by `stat`: it counts ticks, and who wakes by a clock.
+    """Return the processor seconds of these processes. Not from `stat`: its ticks miss threads that a timer wakes.
 
-    With `names`, only their threads of these names.
+    With `names`, count only threads with these names.
     """
     threads = (Path(f"/proc/{pid}/task/{thread}") for pid in pids for thread in threads_of(pid, names))
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9

@@ -1,4 +1,4 @@
-"""bench/recovery --storm: many ranks lost in a row in one run of kit's training module, and what that leaves behind."""
+"""bench/recovery --storm: many losses of ranks in one run of kit's training module, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rounds import Bench, BenchError, median, note, table
 from sessions import KitModule, wait_for
 
 STEPS_A_FAULT = 20
-"""Between one fault and the next, on average; a rank makes 15 steps an epoch."""
+"""Average number of steps between two faults; a rank makes 15 steps per epoch."""
 STEPS_AN_EPOCH = 15
 TWO_AT_ONCE = 0.1
-"""So many of the faults take two ranks."""
+"""Share of the faults that hit two ranks."""
 KEPT_LINES = 600
 START_TIMEOUT_S, END_TIMEOUT_S = 60.0, 120.0
 ROLES = ("agent", "fork server", "rank")
@@ -27,7 +27,7 @@ MOST_GROWTH = 1.1
 
 
 class Storm(KitModule):
-    """kit's training module for a fixed number of steps, at the pace of the other sessions."""
+    """kit's training module for a fixed number of steps, with the other sessions' step time."""
 
     def __init__(self, lab: Bench, job: Path, num_faults: int, *, step_s: float) -> None:
         super().__init__(lab, job)
@@ -37,13 +37,13 @@ class Storm(KitModule):
         self.env = {"BENCH_STEP_S": str(step_s)}
 
     def step(self) -> int:
-        """The newest step that a rank has made."""
+        """Return the newest step that a rank has made."""
         lines = self.read()
-        del lines[:-KEPT_LINES]  # a thousand faults write a million
+        del lines[:-KEPT_LINES]  # a thousand faults write a million lines
         return max((line["step"] for line in lines if "time" in line), default=0)
 
     def weights(self) -> str:
-        """The hash of the weights at the end, the same on all nodes."""
+        """Return the hash of the final weights, which is the same on all nodes."""
         run = json.loads((self._run_folder / "run.json").read_text())
         (found,) = {
             json.loads(self.bench.upper(name, f"{node['node_dir']}/output/result.json").read_text())[
@@ -56,7 +56,7 @@ class Storm(KitModule):
 
 @dataclass(frozen=True)
 class Use:
-    """What a process has."""
+    """Resources that a process uses."""
 
     megabytes: float
     threads: int
@@ -64,7 +64,7 @@ class Use:
 
     @classmethod
     def of(cls, pid: int) -> Use:
-        """As /proc says."""
+        """Read a process's usage from /proc."""
         status = Path(f"/proc/{pid}/status").read_text()
         found = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+)", status, re.MULTILINE)}
         return cls(found["VmRSS"] / 1024, found["Threads"], len(list(Path(f"/proc/{pid}/fd").iterdir())))
@@ -72,22 +72,22 @@ class Use:
 
 @dataclass
 class Outcome:
-    """What became of all faults."""
+    """The outcome of all faults."""
 
     seconds: list[float] = field(default_factory=list)
-    """To the next step of a new world, of each fault that was recovered from."""
+    """Seconds to the next step of a new world, for each fault with a recovery."""
     lost: list[int] = field(default_factory=list)
-    """Steps that were made again."""
+    """Steps that were repeated, for each fault."""
     num_faults: int = 0
     num_steps: int = 0
     are_equal: bool = False
-    """Whether the weights at the end are those of the run without a fault."""
+    """Whether the final weights equal those of the run without a fault."""
     uses: list[dict[str, Use]] = field(default_factory=list)
-    """Now and then, by role: of all hosts the process that has most."""
+    """Samples: role → the greatest usage by a process of that role on any host."""
 
 
 def uses(lab: Bench) -> dict[str, Use]:
-    """What the agents, their fork servers and the ranks have, by role: the most of any host."""
+    """Return role → the greatest usage of any host; roles are agents, fork servers and ranks."""
     found: dict[str, list[Use]] = {role: [] for role in ROLES}
     for host in lab.lab.hosts:
         kits = {
@@ -96,7 +96,7 @@ def uses(lab: Bench) -> dict[str, Use]:
             if "nodekit.deploy.agent" in argv or "nodekit.training" in argv
         }
         for pid in kits:
-            with contextlib.suppress(OSError, KeyError):  # it has ended meanwhile
+            with contextlib.suppress(OSError, KeyError):  # the process has ended meanwhile
                 depth, parent = 0, _parent(pid)
                 while parent in kits:
                     depth, parent = depth + 1, _parent(parent)
@@ -114,14 +114,14 @@ def _parent(pid: int) -> int:
 
 
 def newest_world(lines: Iterable[Mapping[str, Any]]) -> tuple[Any, int]:
-    """The world of the newest step, and its size."""
+    """Return the world of the newest step, and its size."""
     line = max((line for line in lines if "time" in line), key=lambda line: float(line["time"]))
     return line["world"], int(line["size"])
 
 
 def run(lab: Bench, job: Path, num_faults: int, seed: int, judge: Any, cap_s: float) -> Outcome:
-    """Make the faults, and the same run without any."""
-    rng = random.Random(seed)  # it decides which ranks are killed
+    """Run with the faults, and then the same without any."""
+    rng = random.Random(seed)  # chooses the ranks to kill
     session = Storm(lab, job, num_faults, step_s=0.02)
     outcome = Outcome(num_steps=session.num_steps)
     session.start()
@@ -181,7 +181,7 @@ def _brief(use: Mapping[str, Use]) -> str:
 
 
 def told(outcome: Outcome) -> str:
-    """What to print."""
+    """Format the outcome for printing."""
     seconds = sorted(outcome.seconds)
     said = [
         f"{outcome.num_faults} faults in one run of {outcome.num_steps} steps; recovered from {len(seconds)}"
@@ -205,7 +205,7 @@ def told(outcome: Outcome) -> str:
 
 
 def faults_of(outcome: Outcome) -> list[str]:
-    """What is not as it is to be, a line for each."""
+    """Return what is not as it should be, a line for each."""
     found = []
     if missed := outcome.num_faults - len(outcome.seconds):
         found.append(f"NOT RECOVERED from {missed} faults")
@@ -215,7 +215,7 @@ def faults_of(outcome: Outcome) -> list[str]:
         found.append("OTHER WEIGHTS at the end than without a fault")
     for what, values in _had(outcome.uses).items():
         if what in ("rank: threads", "rank: descriptors"):
-            continue  # they rise with each attempt of a process, which takes part in 50 at most
+            continue  # these grow with each attempt of a process, which takes part in at most 50
         first, second = values[: len(values) // 2], values[len(values) // 2 :]
         if first and max(second) > MOST_GROWTH * max(first):
             found.append(f"{what} GREW from {max(first):.0f} to {max(second):.0f}")
@@ -223,7 +223,7 @@ def faults_of(outcome: Outcome) -> list[str]:
 
 
 def _had(seen: Sequence[Mapping[str, Use]]) -> dict[str, list[float]]:
-    """Role and resource → how much of it there was, look after look."""
+    """Return role and resource → its values over time."""
     found = {
         f"{role}: {name}": [float(getattr(each[role], name)) for each in seen if role in each]
         for role in ROLES

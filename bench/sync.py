@@ -1,4 +1,4 @@
-"""Time to bring 5,000 files and 200 MB to three hosts: kit's sync against as many plain rsyncs side by side."""
+"""Time to copy 5,000 files and 200 MB to three hosts: kit's sync, and plain rsyncs in parallel."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ It needs root (for the lab). Exit status: 0 unless something broke; no time is a
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Took:
-    """One sync, in seconds."""
+    """The times of one sync, in seconds."""
 
     all_s: float
     connected_s: float = 0.0
-    """Of it, until all channels were open; rsync does not tell."""
+    """Of `all_s`, until all channels were open; rsync does not report it."""
     settled_s: float = 0.0
-    """After it, until the hosts' caches are whole again, which kit leaves for while the job starts."""
+    """Afterwards, until the hosts' caches are complete, which kit does while the job starts."""
 
 
 class Syncs:
-    """The contestants: each is called with the round's number and leaves the hosts as the next one wants them."""
+    """The contestants: each takes the round's number, and leaves the hosts as the next one needs them."""
 
     def __init__(self, lab: Bench, tree: Path) -> None:
         self._bench = lab
@@ -74,18 +74,18 @@ class Syncs:
         self._workdir = "~/nodekit"
 
     def rsync_cold(self, _: int) -> Took:
-        """To hosts that have nothing."""
+        """Sync to hosts that have nothing."""
         self._on_hosts("rm -rf /root/plain")
         took = self._rsync()
         self._count("/root/plain")
         return took
 
     def rsync_again(self, _: int) -> Took:
-        """To hosts that have it all."""
+        """Sync to hosts that have everything."""
         return self._rsync()
 
     def kit_cold(self, _: int) -> Took:
-        """To hosts that have nothing, from a machine that remembers nothing."""
+        """Sync to hosts that have nothing, from a machine without a cache of hashes."""
         self._on_hosts("rm -rf /root/nodekit")
         shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"], "nodekit"), ignore_errors=True)
         took = self._kit("first", settle=True)
@@ -93,11 +93,11 @@ class Syncs:
         return took
 
     def kit_again(self, _: int) -> Took:
-        """To hosts where the run has it all."""
+        """Sync to hosts where the same run has everything."""
         return self._kit("first")
 
     def kit_new_run(self, number: int) -> Took:
-        """To hosts where another run has it all."""
+        """Sync to hosts where another run has everything."""
         took = self._kit(f"next{number}", settle=True)
         self._on_hosts(f"rm -rf /root/nodekit/runs/next{number}")
         return took
@@ -130,7 +130,7 @@ class Syncs:
         return took
 
     def _kit(self, run: str, *, settle: bool = False) -> Took:
-        """As `kit up` does it: the files are listed and hashed while the hosts are reached."""
+        """Sync as `kit up` does: files are listed and hashed while kit connects to the hosts."""
         os.sync()
         trees: list[sync.Tree] = []
         begin = time.monotonic()
@@ -171,7 +171,7 @@ class Syncs:
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the benchmark, and print the table."""
     args = _arguments()
     if os.geteuid() != 0:
         sys.exit("bench/sync: the lab needs root")
@@ -202,7 +202,7 @@ def main() -> int:
 
 
 def results(measured: Mapping[str, Sequence[Took]]) -> str:
-    """The table."""
+    """Return the table."""
     rows = []
     for state in (COLD, SAME, NEW):
         base = [took.all_s for took in measured.get(f"rsync, {SAME if state == NEW else state}", ())]

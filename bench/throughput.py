@@ -21,7 +21,7 @@ from steady_job import START_S, Job, descendants, signalled, stopped
 KIT, PLAIN = "kit up, training module", "torchrun, plain DDP"
 RANKS = 2
 LR = 1e-9
-"""Nothing is learnt: a model that has learnt its samples by heart has denormal gradients, which cost a CPU more."""
+"""So low that nothing is learnt: once a model has memorized its samples, gradients are denormal, and slow on a CPU."""
 WINDOW_S, SETTLE_S = 1.5, 0.3
 GOAL = 0.995
 HEADER = ["step of the plain script", "kit to it: apart", "in kit's ranks", "pairs", "goal"]
@@ -41,7 +41,7 @@ job:
     BENCH_TURN_STEPS: "{{turn_steps}}"
 """
 TURN_SAMPLES = 10_000
-"""A turn in the same processes takes about a second."""
+"""Samples per turn in the same processes, so that a turn takes about a second."""
 DESCRIPTION = f"""\
 What kit's training module costs while nothing fails: it keeps what its ranks need to go on without a lost one, sums the
 loss, writes metrics and curves, and is watched. The script does nothing of this: it is torch's tutorial, with a
@@ -68,7 +68,7 @@ Exit status: 0 unless something broke; a goal ({GOAL}) that is missed is no erro
 
 @contextlib.contextmanager
 def torchrun(*argv: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One of this many ranks, which is ended with them."""
+    """Run torchrun with ranks on this machine within the block."""
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -87,7 +87,7 @@ def torchrun(*argv: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Plain:
-    """The script, under torchrun."""
+    """The plain script, under torchrun."""
 
     def __init__(self, process: subprocess.Popen[bytes], steps: Path) -> None:
         self._process = process
@@ -96,7 +96,7 @@ class Plain:
     @classmethod
     @contextlib.contextmanager
     def started(cls, folder: Path, batch_size: int) -> Iterator[Plain]:
-        """One that has made its first steps."""
+        """Start the script, and yield it once it has made its first steps."""
         env = {
             "OMP_NUM_THREADS": "1",
             "BENCH_BATCH_SIZE": str(batch_size),
@@ -114,20 +114,20 @@ class Plain:
 
     @property
     def all(self) -> list[int]:
-        """Its processes."""
+        """Return its processes."""
         return [self._process.pid, *descendants(self._process.pid)]
 
     def steps(self) -> Sequence[float]:
-        """When each step was done."""
+        """Return when each step was done."""
         data = self._steps.read_bytes() if self._steps.exists() else b""
         return memoryview(data[: len(data) // 8 * 8]).cast("d")
 
 
 def rate(done: Sequence[float], start: float, end: float) -> float:
-    """Steps per second between the first and the last step that were done between two times.
+    """Return the steps per second between the first and the last step in an interval.
 
     Raises:
-        BenchError: fewer than two were.
+        BenchError: the interval has fewer than two steps.
     """
     first, last = bisect.bisect_left(done, start), bisect.bisect_left(done, end) - 1
     if last <= first:
@@ -136,7 +136,7 @@ def rate(done: Sequence[float], start: float, end: float) -> float:
 
 
 def measure(batch_size: int, num_pairs: int, seconds: float) -> list[str]:
-    """A row of the table."""
+    """Measure with one batch size; return a row of the table."""
     ratios, within, steps_s = [], [], []
     for number in range(num_pairs):
         with tempfile.TemporaryDirectory(prefix="nodekit-throughput-") as name:
@@ -166,7 +166,7 @@ def measure(batch_size: int, num_pairs: int, seconds: float) -> list[str]:
 
 
 def in_turns(job: Job, plain: Plain, seconds: float) -> tuple[float, float]:
-    """Steps per second of both, in the middle of all turns."""
+    """Return the steps per second of kit's job and of the script, measured in turns."""
     kit = {*job.all, *(each for agent in job.agents.values() for each in descendants(agent))}
     others = {KIT: plain.all, PLAIN: sorted(kit)}
     windows: list[tuple[str, float, float]] = []
@@ -188,7 +188,7 @@ def in_turns(job: Job, plain: Plain, seconds: float) -> tuple[float, float]:
 
 
 def in_its_ranks(turns: Path, seconds: float) -> list[float]:
-    """Of each turn, the script's time for so many steps as a share of the module's."""
+    """Return for each turn the ratio of the script's time to the module's, for the same number of steps."""
     times = turns.with_suffix(".times")
     turns.touch()
     try:
@@ -203,7 +203,7 @@ def in_its_ranks(turns: Path, seconds: float) -> list[float]:
 
 
 def main() -> int:
-    """Measure, print a table."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(
         prog="bench/throughput",
         description=DESCRIPTION,

@@ -1,4 +1,4 @@
-"""What bench/throughput trains: as a task for kit's training module, and as the plainest DDP script."""
+"""The training of bench/throughput: as a task for kit's training module, and as a plain DDP script."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ _WARM_STEPS = 20
 
 
 class _Endless(torch.utils.data.Dataset[Any]):
-    """The same samples again and again: an epoch that does not end while it is measured."""
+    """The same samples again and again: an epoch that does not end during the measurement."""
 
     def __init__(self, samples: Pixels) -> None:
         self._samples = samples
@@ -32,13 +32,13 @@ class _Endless(torch.utils.data.Dataset[Any]):
 
 
 class Task(Digits):
-    """Digits without an end, with steps that are long enough to be compared."""
+    """Endless digits, with steps that are long enough to compare."""
 
     _turns: "_Turns | None" = None
     _optimizer: torch.optim.Optimizer
 
     def model(self) -> nn.Module:
-        """Two convolutions that see all pixels."""
+        """Return a model with two convolutions over all pixels."""
         return nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
             nn.ReLU(),
@@ -52,16 +52,16 @@ class Task(Digits):
         )
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        """As the script's."""
+        """Return the same optimizer as the script's."""
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         return self._optimizer
 
     def train_data(self) -> Any:
-        """Four million."""
+        """Return four million samples."""
         return _Endless(super().train_data())
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The module calls this once in each step."""
+        """Return the loss; the training module calls this once per step."""
         if "BENCH_TURNS" in os.environ:
             self._turns = self._turns or _Turns(plain_steps(self, model, self._optimizer), self._optimizer)
             self._turns.step()
@@ -69,10 +69,10 @@ class Task(Digits):
 
 
 class _Turns:
-    """Makes steps of the plain script in kit's ranks, in turns with the module's own, and with the same model.
+    """Runs the plain script's steps in kit's ranks, in turns with the module's own steps, on the same model.
 
-    As long as the file ``$BENCH_TURNS`` is there. ``.times`` beside it gets a line for each turn: the seconds of so
-    many steps of the module, and of the script.
+    It does so while the file ``$BENCH_TURNS`` exists. ``.times`` beside it gets a line per turn: the seconds of the
+    same number of steps, by the module and by the script.
     """
 
     def __init__(self, plain: Iterator[None], optimizer: torch.optim.Optimizer) -> None:
@@ -84,7 +84,7 @@ class _Turns:
         self._began_s: float | None = None
 
     def step(self) -> None:
-        """One of the module's is about to begin its forward pass."""
+        """Count a step of the module, before its forward pass; if a turn is over, make the script's steps."""
         self._count += 1
         if self._count % self._num_steps:
             return
@@ -109,10 +109,10 @@ class _Turns:
 
 
 def plain_steps(task: Task, model: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Train a DistributedDataParallel, as torch's own tutorial does: a step for each that is asked for."""
+    """Train a DistributedDataParallel as in torch's tutorial; make one step each time the iterator advances."""
     from torch.utils.data import DataLoader, DistributedSampler
 
-    # A parameter whose gradient has kit's sums of the step: without it, DDP would wait for that for ever.
+    # One parameter gets kit's per-step sums as its gradient; DDP would wait for that forever.
     own = {id(each) for each in model.module.parameters()}
     sums = [each for each in model._module_parameters if id(each) not in own]
     zeros = [torch.zeros_like(each, requires_grad=False) for each in sums]
@@ -132,7 +132,7 @@ def plain_steps(task: Task, model: Any, optimizer: torch.optim.Optimizer) -> Ite
 
 
 def main() -> None:
-    """Train, and write down when each step was done: eight bytes a step."""
+    """Train, and record when each step was done: eight bytes per step."""
     from torch.nn.parallel import DistributedDataParallel
 
     distributed.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""What the shortest scripts share: the task's model and data, the command line, and a clock."""
+"""Code that the plain scripts share: the task's model and data, the command line, and a clock."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ args = parser.parse_args()
 
 
 def told(name, horovods, alone):
-    """What the launcher has set."""
+    """Return a number that torchrun or Horovod has set for this process; `alone` if neither has."""
     return int(os.environ.get(name) or os.environ.get(horovods) or alone)
 
 
@@ -33,14 +33,14 @@ backend = "nccl" if device.type == "cuda" else "gloo"
 
 
 class Digits(torch.nn.Module):
-    """The digits' model, called as transformers' models are."""
+    """The digits' model, with the call signature of transformers' models."""
 
     def __init__(self, layers):
         super().__init__()
         self.layers = layers
 
     def forward(self, images, labels):
-        """The loss, too."""
+        """Return the loss and the logits."""
         logits = self.layers(images)
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
@@ -52,25 +52,25 @@ model = task.model() if args.task == "text" else Digits(task.model())
 
 
 def collate(samples):
-    """A batch as keywords for the model."""
+    """Collate samples into keyword arguments of the model."""
     if args.task == "text":
         return task.collate(samples)
     return dict(zip(("images", "labels"), default_collate(samples), strict=True))
 
 
 def to_device(batch):
-    """Where there is no library to do it."""
+    """Move a batch to the device, where no library does it."""
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
 class Clock:
-    """The times at which epochs ended."""
+    """Records when epochs end."""
 
     def __init__(self):
         self.times = []
 
     def epoch_ended(self):
-        """Note it."""
+        """Record the end of an epoch."""
         if device.type == "cuda":
             torch.cuda.synchronize()
         self.times.append(time.time())

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate, as in its quick tour."""
+"""Plain Hugging Face Accelerate, as in its quick tour."""
 
 import accelerate
 import torch

@@ -1,4 +1,4 @@
-"""DistributedDataParallel, by hand."""
+"""Plain DistributedDataParallel."""
 
 import torch
 import torch.distributed as dist

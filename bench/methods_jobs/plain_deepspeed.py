@@ -1,10 +1,10 @@
-"""DeepSpeed, ZeRO stage 1 as kit's default, by hand."""
+"""Plain DeepSpeed, at ZeRO stage 1 like kit's default."""
 
 import deepspeed
 import torch
 from common import args, backend, clock, collate, data, model, per_rank
 
-# Its helper for one machine is compiled for half a minute on the first use, and kit goes without it, too.
+# At first use, its helper for a single machine is compiled for half a minute; kit does without it, too.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed(backend)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)

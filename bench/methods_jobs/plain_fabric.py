@@ -1,4 +1,4 @@
-"""Lightning Fabric, as in its introduction."""
+"""Plain Lightning Fabric, as in its introduction."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""FSDP2, by hand: each of a transformer's layers, and the rest."""
+"""Plain FSDP2: each layer of a transformer is sharded, and then the rest."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Horovod, by hand, as horovodrun starts it."""
+"""Plain Horovod, for horovodrun."""
 
 import horovod.torch as hvd
 import torch

@@ -1,4 +1,4 @@
-"""One process, by hand."""
+"""Plain training in one process."""
 
 import torch
 from common import args, clock, collate, data, device, model, per_rank, to_device

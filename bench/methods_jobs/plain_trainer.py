@@ -1,4 +1,4 @@
-"""The transformers Trainer, with the loop, optimizer, schedule, clipping and logs that it has by itself."""
+"""The transformers Trainer, with its own loop, optimizer, schedule, clipping and logs."""
 
 import tempfile
 
@@ -7,10 +7,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class Clocked(TrainerCallback):
-    """Notes when epochs end."""
+    """Records when epochs end."""
 
     def on_epoch_end(self, *_, **__):
-        """Called by the Trainer."""
+        """Record the end of an epoch."""
         clock.epoch_ended()
 
 
