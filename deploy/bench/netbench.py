@@ -344,9 +344,8 @@ def _why(backend: str, ends: Sequence[tuple[str, Mapping[str, Any]]]) -> HostErr
             cure="kit check tries each pair of hosts, with large packets too",
         )
     lines = [line for line in end["err"].strip()[-_LAST_WORDS:].splitlines() if line.strip()]
-    lines += [
-        line for line in end.get("out", "").splitlines() if "NCCL WARN" in line
-    ]  # NCCL's warnings say more
+    # NCCL's warnings say more than the exception.
+    lines += [line for line in end.get("out", "").splitlines() if "NCCL WARN" in line]
     return HostError(name, f"the all-reduce by {backend} failed: {lines[-1] if lines else end['status']}")
 
 

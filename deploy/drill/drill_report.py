@@ -233,9 +233,8 @@ def compare(reference: Trace, trace: Trace) -> Curve:
 def _is_near(wanted: Mapping[int, float], found: Mapping[int, float], far: int) -> bool:
     """Whether little training progress is lost, both where the curves part (step `far`) and at the end."""
     steps = [*wanted]
-    size = max(
-        5, len(steps) // 10
-    )  # the mean of this many losses hardly depends on the numbers that a layer draws
+    # The mean of this many losses hardly depends on the random numbers that a layer draws.
+    size = max(5, len(steps) // 10)
     begin = statistics.fmean(wanted[step] for step in steps[:size])
     for window in ([step for step in steps if step >= far][:size], steps[-size:]):
         reference, own = (statistics.fmean(curve[step] for step in window) for curve in (wanted, found))

@@ -161,9 +161,8 @@ class Watch:
                 event["time"] = self.local_time(name, event["time"])
                 self._events.setdefault(name, []).append(event)
             for line in metrics:
-                with contextlib.suppress(
-                    KeyError, TypeError, ValueError
-                ):  # an unrelated file of the same name
+                # It may be an unrelated file of the same name.
+                with contextlib.suppress(KeyError, TypeError, ValueError):
                     step = Step(self.local_time(name, line["time"]), int(line["step"]), float(line["loss"]))
                     self._steps.setdefault((name, step.step, step.time), step)
             if len(self._steps) + len(self._progress) > known:

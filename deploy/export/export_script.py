@@ -151,10 +151,8 @@ def torchrun_words(argv: Sequence[str], python: str) -> list[str]:
 def copying(source: Source, host: Host, code_dir: str) -> str:
     """Return the rsync command that copies the code to a host."""
     code = str(Path(source.inventory.job.code).expanduser().resolve())
-    ignored = [
-        "--filter=:- .kitignore",
-        "--filter=:- .gitignore",
-    ]  # rsync does not support their lines with `!`
+    # Lines with `!` in these files are not supported by rsync.
+    ignored = ["--filter=:- .kitignore", "--filter=:- .gitignore"]
     argv = ["rsync", "-a", "--mkpath", *ignored, "--exclude=.git"]
     if host.connection == "ssh" and (host.port or host.identity_file or host.known_hosts):
         *ssh, _, _ = login_argv(host, accept_new_host_keys=False)

@@ -28,9 +28,8 @@ _IN_RUN = re.compile(r'File "[^"]*/runs/[^/"]+/code/')
 _IN_WORKER = re.compile(
     r"Caught \w+ in (?P<worker>[\w ]+ \d+)\.\nOriginal Traceback \(most recent call last\):"
 )
-_LEAST_FRAMES = (
-    5  # lines: the traceback's header, one frame, and a line for the frames left out before and after it
-)
+# Lines: the traceback's header, one frame, and a line each for the frames left out before and after it.
+_LEAST_FRAMES = 5
 _LEAST_TRACE = 6
 """Lines to show of a rank's last words, however small the terminal is."""
 

@@ -197,9 +197,8 @@ class ViewModel:
                 if len(self.sentences) == EVENTS:
                     self.sentences.popleft()
                 at = len(self.sentences)
-                while (
-                    at and self.sentences[at - 1][0] > when
-                ):  # events of a node that was unreachable come late
+                # Events of a node that was unreachable come late.
+                while at and self.sentences[at - 1][0] > when:
                     at -= 1
                 self.sentences.insert(at, (when, line.rstrip()))
 

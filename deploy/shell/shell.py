@@ -113,9 +113,8 @@ class Commands:
             channels = dict(self._channels)
 
         def end(channel: HostChannel) -> None:
-            with contextlib.suppress(
-                HostError
-            ):  # a lost channel is reported by the call that runs the command
+            # A lost channel is reported by the call that runs the command.
+            with contextlib.suppress(HostError):
                 channel.call(
                     "hostshell.end", timeout_s=GRACE_S + 10, number=int(signal.SIGINT), grace_s=GRACE_S
                 )
