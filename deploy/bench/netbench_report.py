@@ -22,7 +22,7 @@ NO_MATPLOTLIB = "no chart, since matplotlib is not installed here: pip install m
 CORNER = "from \\ to"
 _RAMP = (53, 54, 60, 66, 72, 78, 114, 150, 186, 228)
 """Indices in ANSI's 256 colours, from dark violet (slow) to pale yellow (fast), like matplotlib's viridis."""
-_DARK = 5  # so many of these are dark, and get white figures
+_DARK = 5  # number of dark colours in the ramp, which get white figures
 _BROKEN = "bold white on red3"
 _BAR_WIDTH = 24
 _BLOCKS = " ▏▎▍▌▋▊▉█"

@@ -1,4 +1,4 @@
-"""TensorBoard over the curves of runs.
+"""Shows the curves of runs in TensorBoard.
 
 A feature: it imports no other feature and parses no arguments.
 """

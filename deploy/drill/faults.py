@@ -75,7 +75,7 @@ def _signal(
     node: Callable[[Site], str] = ordinary_node,
     **how: Any,
 ) -> Fault:
-    """Return a fault that signals processes of a node; `how`: more arguments of `inject` in host/node/agents.py."""
+    """Return a fault that signals a node's processes; `how`: see `inject` in deploy/host/node/agents.py."""
 
     def strike(site: Site) -> Struck:
         where = node(site)

@@ -1,4 +1,4 @@
-"""Installs the packages that a job needs on the hosts.
+"""Builds the job's Python environment on the hosts.
 
 It may import what `deploy.sync` may, and `deploy.sync`.
 """

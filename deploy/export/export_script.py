@@ -16,7 +16,7 @@ from nodekit.inventory.schema import Host, Inventory
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The job to export, and by what and when it is exported."""
+    """The job to export, with the version of kit and the time of the export."""
 
     inventory: Inventory
     command: tuple[str, ...] | None

@@ -126,7 +126,7 @@ def _command(options: Options) -> str:
     return line if len(line) <= 60 else line[:59] + "…"
 
 
-# --- who the hosts are --------------------------------------------------------------------------------------
+# --- which hosts --------------------------------------------------------------------------------------------
 
 
 def _hosts(options: Options) -> Imported:

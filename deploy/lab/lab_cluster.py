@@ -246,7 +246,7 @@ class Lab:
         return init is not None and init.is_alive
 
     def status(self, host: str) -> str:
-        """``up`` or ``crashed``, and what is wrong with its link, as in ``up, cut, slow``."""
+        """Return ``up`` or ``crashed``, and the faults of the host's link, such as ``up, cut, slow``."""
         faults = self._network.status(self._host(host))
         return ", ".join(["up" if self.is_alive(host) else "crashed", *faults])
 

@@ -1,4 +1,4 @@
-"""A run's metrics, for Prometheus to scrape.
+"""Serves a run's metrics for Prometheus.
 
 A feature: it imports no other feature and parses no arguments.
 """

@@ -1,4 +1,4 @@
-"""Text as a terminal or a page may show it: without secrets and without control sequences.
+"""Output helpers: text without secrets and control sequences, keys, plots, numbers as words, whole files.
 
 It may import nothing else of kit.
 """

@@ -71,7 +71,7 @@ class Output:
     """stdout or stderr, whose reader may end (``| head``), whose terminal may close, and whose disk may fill up."""
 
     def __init__(self, stream: TextIO, *, may_be_lost: bool) -> None:
-        """``may_be_lost``: if the output cannot be written, go on without it; else the next write raises."""
+        """Wrap a stream; ``may_be_lost``: go on if the output cannot be written; else the next write raises."""
         self.stream = stream
         self._may_be_lost = may_be_lost
 
@@ -79,7 +79,7 @@ class Output:
         """Write a text.
 
         Raises:
-            BrokenPipeError: the reader has left.
+            BrokenPipeError: the reader of a pipe has ended.
             KitError: the text cannot be written.
         """
         with self._told():

@@ -65,7 +65,7 @@ def visit(
 
 
 class Visits:
-    """Asks each host in a thread of its own; late hosts are left behind."""
+    """Asks each host in a separate thread; hosts that are late are not waited for."""
 
     def __init__(
         self,

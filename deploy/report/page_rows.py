@@ -99,7 +99,7 @@ def common(folders: Iterable[str]) -> str:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Return the value if it is a mapping, else an empty one."""
+    """Return the value if it is a mapping, else an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves: its weights, applied to data, and all of it, removed.
+"""The results of a run: applies its weights to data, and removes runs.
 
 A feature: it imports no other feature and parses no arguments.
 """

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from nodekit.deploy.screen.view_model import ViewModel
 
 REDRAW_S = 0.5
-NOTICE_S = 6.0  # an answer to a key is shown so long in place of the list of keys
+NOTICE_S = 6.0  # seconds that the answer to a key is shown, instead of the list of keys
 NUMBER_S = 1.0  # two digits pressed within this time make one number
 LAST_EVENTS = 8  # printed to the terminal when the screen is closed
-LOG_LINES = 500  # of the lines followed, at most so many are drawn
+LOG_LINES = 500  # drawn of the log that is followed, at most
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ class ViewModel:
         """What the run waits for while it has no nodes."""
         self._narrator = Narrator()
         self._last_kind = ""
-        """The kind of event that the last sentence is of; "" if it is of none."""
+        """The kind of event that the last sentence describes; "" if it describes none."""
         self.sentences: deque[tuple[float, str]] = deque(maxlen=EVENTS)
         """(when, sentence), oldest first."""
         self._losses: list[tuple[int, float]] = []
@@ -87,7 +87,7 @@ class ViewModel:
         return list(self._rows)
 
     def lines(self, found: Mapping[str, str]) -> None:
-        """Take each node's status line (`view.status_line`)."""
+        """Take each node's status line (`status_line` in deploy/story/status.py)."""
         for name, line in found.items():
             self._rows.setdefault(name, _Row()).line = line
 

@@ -1,4 +1,4 @@
-"""One command on many hosts at once.
+"""Runs one command on many hosts at once.
 
 A feature: it imports no other feature and parses no arguments.
 """

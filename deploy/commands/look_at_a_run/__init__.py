@@ -1,4 +1,4 @@
-"""The commands that show what a run does, or has done: its nodes, its output, its curves, and which runs there are.
+"""The commands that show runs: their nodes, their output, their curves, and the list of runs.
 
 It may import what `deploy.commands` may, but no command of another group.
 """

@@ -1,4 +1,4 @@
-"""The commands for what is done before a run: an inventory written, hosts checked and cleaned, the shell set up.
+"""The commands to prepare a run: write an inventory, check and clean hosts, set up the shell.
 
 It may import what `deploy.commands` may, but no command of another group.
 """

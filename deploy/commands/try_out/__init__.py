@@ -1,4 +1,4 @@
-"""The commands that try kit, or measure: hosts on this machine, faults, proofs, the network, engines.
+"""The commands that test kit or measure: a lab, faults, a self-test, the network, engines.
 
 It may import what `deploy.commands` may, but no command of another group.
 """

@@ -112,7 +112,7 @@ def findings(
     Args:
         pairs: the outcomes.
         ends: the hosts.
-        firewalls: host → `netprobe.firewall` there.
+        firewalls: host → `netstate.firewall` there.
         port: the rendezvous port.
         port_matters: whether a job needs this very port; else a problem with it is a warning.
     """
