@@ -147,7 +147,7 @@ def cure(
         interfaces: host → the interface with that address.
         port: the target's.
         answer_port: the source's, if it is known: answers go there.
-        is_refused: an answer refused it, which a rule that rejects may send, or a network without the target.
+        is_refused: whether an answer said no, as from a rule that rejects, or a network without the target.
     """
     ways = [(target, "input", source, target, port), (source, "output", source, target, port)]
     if answer_port is not None:
