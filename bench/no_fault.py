@@ -28,7 +28,6 @@ ALARMS = (
     "membership",
     "no-quorum",
     "store-lost",
-    "unreachable",
     "worker-failed",
 )
 """Kinds of events that report a loss."""
@@ -45,6 +44,8 @@ class Outcome:
     loads: Sequence[float]
     """Samples of the machine's load average."""
     alarms: Sequence[Mapping[str, Any]]
+    num_silent: int
+    """How often the supervisor had no answer from a node for 3 s; no node is lost by that."""
     """Events that report a loss."""
 
 
@@ -94,9 +95,11 @@ def _watch(session: KitModule, seconds: float) -> Outcome:
             note(
                 f"  {told_s - began:.0f} s, step {last_step}, load {loads[-1]:.0f}, longest pause {longest_s:.2f} s"
             )
-    alarms = [each for each in session.history() if each["kind"] in ALARMS and each["time"] > began]
+    since = [each for each in session.history() if each["time"] > began]
+    alarms = [each for each in since if each["kind"] in ALARMS]
+    num_silent = sum(each["kind"] == "unreachable" for each in since)
     longest_s = max(longest_s, time.time() - last_s)
-    return Outcome(time.time() - began, last_step - first, longest_s, loads, alarms)
+    return Outcome(time.time() - began, last_step - first, longest_s, loads, alarms, num_silent)
 
 
 def _world(session: KitModule) -> int:
@@ -113,6 +116,8 @@ def told(outcome: Outcome) -> str:
         f"{os.cpu_count()} cores ({load}): {outcome.num_steps} steps, the longest pause between two "
         f"{outcome.longest_s:.2f} s"
     ]
+    if outcome.num_silent:
+        said[0] += f"; the supervisor had no answer from a node for 3 s {outcome.num_silent} times"
     if not outcome.alarms:
         return f"{said[0]}\nno rank and no node counted as lost"
     counts = Counter(each["kind"] for each in outcome.alarms)

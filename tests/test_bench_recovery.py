@@ -143,7 +143,7 @@ def test_without_a_fault_alarms_and_the_longest_pause_are_counted(
             return self.lines
 
         def history(self) -> list[dict[str, Any]]:
-            kinds = ((99.0, "membership"), (102.0, "membership"), (102.5, "sample"))
+            kinds = ((99.0, "membership"), (102.0, "membership"), (102.1, "unreachable"), (102.5, "sample"))
             return [{"kind": kind, "time": when, "names": ["node2"]} for when, kind in kinds]
 
     monkeypatch.setattr(no_fault.time, "time", lambda: now[0])
@@ -151,5 +151,5 @@ def test_without_a_fault_alarms_and_the_longest_pause_are_counted(
     found = no_fault._watch(Session(), 4.0)
     assert (found.num_steps, round(found.longest_s, 3)) == (3, 2.5)
     assert [each["time"] for each in found.alarms] == [102.0]
-    assert "FALSE ALARMS: 1 membership\n" in no_fault.told(found)
+    assert "no answer from a node for 3 s 1 times\nFALSE ALARMS: 1 membership\n" in no_fault.told(found)
     assert "the longest pause between two 2.50 s" in no_fault.told(found)

@@ -18,15 +18,18 @@ def write(path: Path, text: str, *, mode: int = 0o600) -> None:
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")
         return
     beside = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:
         with os.fdopen(
-            os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8"
+            os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode),
+            "w",
+            encoding="utf-8",
+            errors="replace",
         ) as file:
             file.write(text)
         beside.replace(path)
-    except OSError:
+    except BaseException:
         beside.unlink(missing_ok=True)
         raise

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from nodekit.deploy.commands import arguments
+from nodekit.deploy.output import whole_file
 from nodekit.inventory.errors import KitError
 
 EPILOG = """\
@@ -92,7 +93,7 @@ def _compare(args: argparse.Namespace) -> int:
         from nodekit.deploy.runs.runs_page import page
 
         try:
-            args.html.write_text(page(compared), encoding="utf-8")
+            whole_file.write(args.html, page(compared))
         except OSError as error:
             raise KitError(f"{args.html}: cannot be written: {error.strerror}") from error
         print(f"wrote {shlex.quote(str(args.html))}", file=sys.stderr if args.json else sys.stdout)

@@ -54,3 +54,10 @@ def test_what_cannot_be_written_leaves_nothing(
     with pytest.raises(OSError, match=r"Is a directory|No such file"):
         whole_file.write(Path(path), "text")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_byte_that_is_no_text_keeps_no_file_from_being_written(tmp_path: Path) -> None:
+    """As a file's name, or a log, may have: Python reads it as a lone surrogate."""
+    whole_file.write(tmp_path / "report.html", b"a \xff z".decode(errors="surrogateescape"))
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text() == "a ? z"
