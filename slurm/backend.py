@@ -1,4 +1,4 @@
-"""Runs that Slurm has: jobs, submitted from this machine or a login node."""
+"""The backend for runs that are Slurm jobs, submitted from this machine or a login node."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from nodekit.slurm.submission import prepare
 class SlurmBackend:
     """See `deploy/backend.py`."""
 
-    poll_s = 0.5  # all nodes' files are looked at from one place, over a file server
+    poll_s = 0.5  # a poll reads the files of all nodes from one place, over a file server
 
     def up(self, inventory: Inventory, options: Options) -> int:
-        """Bring the job of an inventory, or its sweep, into the queue, and watch it; the exit status."""
+        """Submit the job of an inventory, or its sweep, or attach to it, and watch it; return the exit status."""
         assert inventory.slurm is not None
         is_sweep = bool(options.sweep or inventory.slurm.array)
         if options.metrics is not None:
@@ -80,7 +80,7 @@ class SlurmBackend:
         return runner.watch(run, options, tail_bytes=ATTACH_TAIL_BYTES if attached else 0)
 
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
-        """Show a run until its job is over or the user leaves; the exit status."""
+        """Show a run until its job is over or the user leaves; return the exit status."""
         from nodekit.slurm import watch as live
 
         runner.refuse_while_submitted(run)
@@ -89,7 +89,7 @@ class SlurmBackend:
         return live.watch(run, ssh, plain=plain)
 
     def status(self, run: Run, ssh: SshOptions) -> Status:
-        """What the job of a run, and each of its nodes, is doing; how it ended is written down."""
+        """Return what the job of a run and each of its nodes is doing; if the job is over, record how it ended."""
         if runner.is_being_submitted(run):
             return Status(
                 state=run.state,
@@ -113,7 +113,7 @@ class SlurmBackend:
                 forget_secrets(run, channel)
                 if run.state not in runs.ENDED:
                     record_end(run, channel, job)
-        if not job.state:  # MinJobAge seconds after its end
+        if not job.state:  # Slurm forgets a job MinJobAge seconds after its end
             line = used.state.lower() if used else "is not known to Slurm any more"
         nodes = {
             name: "lost" if name in absent else status_line(each, now=time.time())
@@ -134,7 +134,7 @@ class SlurmBackend:
         )
 
     def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:
-        """The leader's record of a run and its events, through the login node; when it is over, they are here.
+        """Return the leader's record of a run and its events, from the login node or, after its end, from this machine.
 
         Raises:
             HostError: the login node cannot be reached.
@@ -145,7 +145,7 @@ class SlurmBackend:
             return record_of(run, channel) or run, events.parse_all(events_of(run, channel))
 
     def rules(self, run: Run, node: str) -> Rules:
-        """None: Slurm takes nodes away.
+        """Refuse: under Slurm, nodes are drained with scontrol.
 
         Raises:
             KitError: always.
@@ -157,25 +157,25 @@ class SlurmBackend:
         )
 
     def down(self, run: Run, options: StopOptions) -> int:
-        """Cancel the job of a run; the exit status."""
+        """Cancel the job of a run; return the exit status."""
         _refuse_what_slurm_decides(options)
         return runner.down(run, options.ssh, fetch=options.fetch)
 
     def sweep_status(self, members: list[Run], ssh: SshOptions, *, as_json: bool) -> int:
-        """Print a table of the runs of a sweep; the exit status."""
+        """Print a table of the runs of a sweep; return the exit status."""
         from nodekit.slurm import sweep
 
         return sweep.status(members, ssh, as_json=as_json)
 
     def sweep_down(self, members: list[Run], options: StopOptions) -> int:
-        """Cancel what is left of a sweep; the exit status."""
+        """Cancel the jobs of a sweep that are not over; return the exit status."""
         from nodekit.slurm import sweep
 
         _refuse_what_slurm_decides(options)
         return sweep.down(members, options.ssh, fetch=options.fetch)
 
     def still_there(self, run: Run, channels: Mapping[str, HostChannel]) -> str:
-        """Its job; how one ended that is over is written down."""
+        """Return a line about the job if Slurm still has it, else ""; if the job is over, record how it ended."""
         if run.state in runs.ENDED or LOGIN not in channels:
             return ""
         slurm = Slurm(channels[LOGIN])
@@ -187,37 +187,37 @@ class SlurmBackend:
         return ""
 
     def hosts(self, run: Run, *, spare: bool = False) -> dict[str, Host]:
-        """The login node: what the nodes wrote lies in the folder that it shares."""
+        """Return the login node only: it sees the shared folder, where all nodes write."""
         return {LOGIN: host_of(restore(run.inventory))}
 
     def folders(self, run: Run) -> list[RunFolder]:
-        """The one in the shared folder."""
+        """Return the run's folder in the shared folder, which all nodes have in common."""
         folder = Path(run.slurm["run_dir"])
         shared = run.inventory["snapshots"].get("shared") or str(folder.parent.parent / "snapshots")
         return [RunFolder(LOGIN, str(folder), f"{shared}/{run.run_id}")]
 
     def record(self, run: Run, channels: Mapping[str, HostChannel]) -> Run | None:
-        """The leader's."""
+        """Return the leader's record."""
         return record_of(run, channels[LOGIN]) if LOGIN in channels else None
 
     def nodes_at(self, record: Run, host: str) -> list[str]:
-        """All; when Slurm has started the job again, they may be others."""
+        """Return all nodes of the record; after a requeue they may differ from those of the first start."""
         return list(record.nodes)
 
     def is_over(self, run: Run, channels: Mapping[str, HostChannel], *, all_gone: bool) -> bool:
-        """Whether Slurm has no such job any more."""
+        """Whether the job has ended, or Slurm does not know it any more; False if Slurm does not answer."""
         try:
             if runner.is_being_submitted(run):
                 return False
             slurm = Slurm(channels[LOGIN])
             runner.find_job(run, slurm)
             return slurm.job(run.slurm["job_id"]).is_over
-        except (HostError, Unanswered):  # whoever reads tells of a host, and tries again
+        except (HostError, Unanswered):  # the caller's own reads report an unreachable host, and retry
             return False
 
 
 def _refuse_what_slurm_decides(options: StopOptions) -> None:
-    """Refuse what kit has no say in: it is Slurm that ends a job, and that knows which nodes are off."""
+    """Raise KitError for --force and --lost: Slurm decides when to kill a job's processes, and which nodes are down."""
     if options.force:
         raise KitError(
             "--force: Slurm gives the processes of a job that is cancelled its KillWait (30 s by default), and "

@@ -1,4 +1,4 @@
-"""`kit export`: a script that runs by plain `sbatch` what `kit up` would submit, for who wants to see and keep it."""
+"""`kit export`: write a script with which plain `sbatch` runs what `kit up` would submit, to inspect and to keep."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ OUTPUT = ("chdir", "output", "job-name")
 
 
 def export(options: Options, output: Path | None) -> int:
-    """Prepare a run in the shared folder, and write the script that runs it; the exit status.
+    """Prepare a run in the shared folder, and write the script that runs it; return the exit status.
 
     Args:
         options: as for `kit up`.
-        output: the script's file; None for stdout.
+        output: path of the script; None for stdout.
     """
     inventory = load_inventory(options.inventory)
     if inventory.slurm is None:
@@ -74,19 +74,19 @@ def script(
     python: str,
     parameters: Mapping[str, Any],
 ) -> str:
-    """The script; pure.
+    """Return the text of the script.
 
     Args:
         inventory: with a `slurm:` section.
-        command: the user's, in place of the inventory's.
-        run_dir: the run's folder, in the shared one.
-        python: the nodes' interpreter.
-        parameters: for submitit, as sbatch_parameters.py makes them.
+        command: replaces the inventory's command.
+        run_dir: the run's folder in the shared folder.
+        python: the interpreter on the nodes.
+        parameters: for submitit, from `sbatch_parameters.parameters`.
     """
     from submitit.slurm.slurm import _make_sbatch_string
 
     runs_what = shlex.join(command or inventory.job.command or ("-m", "nodekit.training"))
-    # submitit writes what it would submit: the options below are those of kit up, to the letter.
+    # Written by submitit itself, so that the options below are exactly those of kit up.
     text = _make_sbatch_string(command="", folder=f"{run_dir}/slurm", **parameters)
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     asked = [line for line in lines if not _is_of(line, (*NODES, *GOES_ON, *OUTPUT))]
@@ -136,5 +136,5 @@ def _join(lines: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Of what stands in a comment, that it ends with its line."""
+    """Return a text without line breaks, so that it cannot end the comment it is put in."""
     return " ".join(text.splitlines())

@@ -1,4 +1,4 @@
-"""`kit up --metrics-port` of a job: what it writes in the shared folder, for Prometheus."""
+"""`kit up --metrics-port` for a Slurm job: serve to Prometheus what the job writes in the shared folder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nodekit.inventory.errors import KitError
 from nodekit.slurm.cluster.jobs import Slurm, Watched
 from nodekit.slurm.cluster.shared_folder import LOST, SharedFolder, record_of
 
-LOOK_S = 5.0  # Prometheus asks every 15 s, or less often
+LOOK_S = 5.0  # between reads; Prometheus asks every 15 s, or less often
 LOOK_AT_JOB_S = 15.0
 
 
 @contextlib.contextmanager
 def served(run: Run, channel: HostChannel, place: Place | None) -> Iterator[None]:
-    """Serve a job's metrics there meanwhile; nothing where `place` is None."""
-    own = dataclasses.replace(run)  # its generation and its nodes are the leader's to say
+    """Serve a job's metrics at `place` within the context; do nothing if `place` is None."""
+    own = dataclasses.replace(run)  # a copy, since `_feed` sets generation and nodes from the leader's record
     observers = metrics_port.serve(own, place, lambda text: print(text, flush=True)) if place else []
     if not observers:
         yield
@@ -38,7 +38,7 @@ def served(run: Run, channel: HostChannel, place: Place | None) -> Iterator[None
         yield
     finally:
         closing.set()
-        thread.join(1.0)  # a login node that does not answer holds nobody up
+        thread.join(1.0)  # a login node that does not answer must not delay the exit
         for each in observers:
             each.close()
 
@@ -47,7 +47,9 @@ def _feed(run: Run, channel: HostChannel, observers: Sequence[Observer], closing
     source = SharedFolder(run, channel)
     job, asked_at = Watched(Slurm(channel), run.slurm["job_id"]), -LOOK_AT_JOB_S
     while True:
-        with contextlib.suppress(KitError, OSError, ValueError):  # a login node may be away for a while
+        with contextlib.suppress(
+            KitError, OSError, ValueError
+        ):  # the login node may be unreachable for a while
             if (record := record_of(run, channel)) is not None:
                 run.generation, run.nodes, run.clock_offsets = (
                     record.generation,

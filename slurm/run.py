@@ -1,7 +1,7 @@
-"""One run that Slurm has: submitted, followed in lines, stopped.
+"""Submit the Slurm job of one run, print its output, and cancel it.
 
-All is done through one channel to the login node, or to this machine where it is one: files in the shared folder, and
-Slurm's commands. What runs on the nodes is in slurm/allocation/allocation.py.
+Everything goes through one channel to the login node, or to this machine if it is one: files in the shared folder, and
+Slurm's commands. The code that runs on the nodes is in slurm/allocation/allocation.py.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from nodekit.slurm.submission.prepare import Ready, prepare
 LOOK_S = 2.0
 POLL_S = 0.3
 STOP_S = 90.0
-ACCOUNT_S = 10.0  # slurmdbd hears of a job's end a moment later
+ACCOUNT_S = 10.0  # the longest wait for slurmdbd, which learns of a job's end a moment later
 
 
 def start(inventory: Inventory, resumed: Run | None, options: Options) -> Run:
-    """Submit the job of an inventory, or go on with that of `resumed`; nothing is queued unless all is well.
+    """Submit the job of an inventory, as a new run or to resume `resumed`.
 
     Raises:
-        KitError: what is wrong, on this machine, the login node or with what is asked of Slurm.
+        KitError: a check failed, here, on the login node or in Slurm; nothing is queued.
     """
     phases = Phases(silent=options.quiet)
     run_id = resumed.run_id if resumed else runs.new_id(inventory.name)
@@ -72,7 +72,7 @@ def start(inventory: Inventory, resumed: Run | None, options: Options) -> Run:
 
 
 def new_run(inventory: Inventory, run_id: str, command: Sequence[str] | None) -> Run:
-    """A record of a run, not yet written."""
+    """Return the record of a new run, not saved yet."""
     return Run(
         run_id=run_id,
         name=inventory.name,
@@ -86,16 +86,17 @@ def new_run(inventory: Inventory, run_id: str, command: Sequence[str] | None) ->
 def submit(todo: Sequence[tuple[Run, Inventory, dict[str, str]]], ready: Ready, phases: Phases) -> None:
     """Queue the job of a run, or those of several as one array.
 
-    The runs are on record before, and with the ids of their jobs after it. A Ctrl-C or SIGTERM waits for these.
+    The runs are recorded before the submission, and their job ids after it. Ctrl-C and SIGTERM take effect once the ids
+    are recorded.
 
     Args:
-        todo: each run, its inventory, and what its record is to have of Slurm.
-        ready: their code and their secrets.
-        phases: told how it goes.
+        todo: each run, its inventory, and the Slurm fields for its record.
+        ready: the code and the secrets of the runs.
+        phases: shows the progress.
 
     Raises:
-        KitError: nothing is queued; or nobody knows, and the runs are on record as starting.
-        NothingLeft: after a Ctrl-C, where the job is cancelled.
+        KitError: nothing is queued; or that is unknown, and the runs stay recorded as starting.
+        NothingLeft: after a Ctrl-C, once the job is cancelled.
     """
     members = [run for run, _, _ in todo]
     with Interrupts() as interrupts:
@@ -118,7 +119,7 @@ def submit(todo: Sequence[tuple[Run, Inventory, dict[str, str]]], ready: Ready, 
 
 
 def _begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) -> None:
-    """Write down that the job of a run is being submitted."""
+    """Record that the job of a run is being submitted."""
     with run.changing():
         run.inventory, run.code_digest = dump(inventory), ready.code_digest
         run.slurm = {**slurm, "job_id": "", "private": " ".join(ready.private)}
@@ -129,25 +130,24 @@ def _begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) 
 
 
 def _queued(run: Run, job_id: str) -> None:
-    """Write down that a run is in the queue."""
+    """Record the job id of a run that is in the queue."""
     with run.changing():
         run.slurm = {**{key: value for key, value in run.slurm.items() if key != "task"}, "job_id": job_id}
         run.state = "running"
 
 
 def _take_back(members: Sequence[Run], ready: Ready, error: BaseException) -> None:
-    """Cancel what a submission that has ended with `error` has queued, and write down that it is over.
+    """Cancel the job of a submission that has ended with `error`, if one is queued, and record the end of its runs.
 
     Raises:
-        KitError: it is not cancelled, or nobody knows whether it is queued.
+        KitError: the job is not cancelled, or it is unknown whether there is one.
     """
     slurm, name = Slurm(ready.channel), members[0].sweep or members[0].run_id
     by = (str(error) or "Ctrl-C") if isinstance(error, KeyboardInterrupt) else ""
     try:
         job_id = slurm.job_below(ready.run_dir)
-        if not job_id and isinstance(
-            error, HostError
-        ):  # Slurm may have heard of it, and queue it in a moment
+        # After a HostError Slurm may have received the job, and queue it in a moment.
+        if not job_id and isinstance(error, HostError):
             raise error
     except KitError as unknown:
         raise KitError(
@@ -160,7 +160,7 @@ def _take_back(members: Sequence[Run], ready: Ready, error: BaseException) -> No
             _cancel(slurm, job_id)
     for run in members:
         forget_secrets(run, ready.channel)
-        with contextlib.suppress(NotWritten):  # what is raised says more
+        with contextlib.suppress(NotWritten):  # the caller raises `error`, which says more
             run.finish_stopped() if by else run.finish("failed", "it was not queued")
 
 
@@ -168,7 +168,7 @@ def _take_back(members: Sequence[Run], ready: Ready, error: BaseException) -> No
 
 
 def is_there(run: Run, options: SshOptions) -> bool:
-    """Whether Slurm still has the job of a run, waiting or running; how it ended is written down."""
+    """Whether Slurm still has the job of a run, waiting or running; if the job is over, record how it ended."""
     with login(restore(run.inventory), options) as channel:
         slurm = Slurm(channel)
         find_job(run, slurm)
@@ -179,7 +179,7 @@ def is_there(run: Run, options: SshOptions) -> bool:
 
 
 def find_job(run: Run, slurm: Slurm) -> None:
-    """Write down the id of a run's job, where its `kit up` ended before it knew that; "" stays where there is none."""
+    """Record the id of a run's job if its `kit up` ended before it knew the id; "" stays if Slurm has no such job."""
     if run.state in runs.LIVE and not run.slurm["job_id"]:
         folder = Path(run.slurm["run_dir"]).with_name(run.sweep or run.run_id)
         if job_id := slurm.job_below(str(folder)):
@@ -187,12 +187,12 @@ def find_job(run: Run, slurm: Slurm) -> None:
 
 
 def is_being_submitted(run: Run) -> bool:
-    """Whether a `kit up` is just submitting the job of a run, and does not know its id."""
+    """Whether a `kit up` is submitting the job of a run at this moment, so that its id is unknown."""
     return not run.slurm["job_id"] and locks.is_starting(run)
 
 
 def refuse_while_submitted(run: Run) -> None:
-    """Raise KitError where a `kit up` is just submitting the job of a run."""
+    """Raise KitError if a `kit up` is submitting the job of a run at this moment."""
     if is_being_submitted(run):
         raise KitError(
             f"{run.run_id} is starting: kit up is submitting its job", cure="try again when it has"
@@ -200,10 +200,10 @@ def refuse_while_submitted(run: Run) -> None:
 
 
 def watch(run: Run, options: Options, *, tail_bytes: int | None = None, cancels: bool = True) -> int:
-    """Show what the job says until it ends; Ctrl-C cancels it, or not. The exit status is kit's."""
+    """Print the leader's output until the job ends; return kit's exit status. Ctrl-C cancels the job if `cancels`."""
     try:
         return _watch(run, options, tail_bytes, cancels=cancels)
-    except KeyboardInterrupt as interrupt:  # while the login node was being reached
+    except KeyboardInterrupt as interrupt:  # while kit connected to the login node
         if not cancels:
             print(f"{run.run_id} goes on", flush=True)
             return 0
@@ -259,7 +259,7 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
 
 
 class _Shown:
-    """What the leader has said, as far as it has been shown."""
+    """The leader's output, and how far it has been printed."""
 
     def __init__(self, channel: HostChannel, run: Run, tail_bytes: int | None, *, quiet: bool) -> None:
         self._channel = channel
@@ -269,7 +269,7 @@ class _Shown:
         self._quiet = quiet
 
     def more(self, *, final: bool = False) -> bool:
-        """Show what is new; whether anything was."""
+        """Print what is new; return whether anything was."""
         self._offsets, found = self._channel.call(
             "hostfollow.logs",
             timeout_s=LOGIN_TIMEOUT_S,
@@ -285,10 +285,10 @@ class _Shown:
 
 
 def _cancel(slurm: Slurm, job_id: str) -> Job:
-    """Cancel a job, or an array, and wait until it is over; how it is then, which may be COMPLETED: it was sooner.
+    """Cancel a job or an array, wait until it is over, and return it: COMPLETED if it ended before it was cancelled.
 
     Raises:
-        KitError: it is not; the next `kit up` would start another one beside it, if its end was on record.
+        KitError: it is not over after `STOP_S`; recorded as ended, the next `kit up` would start a second one.
     """
     is_taken = False
     deadline = time.monotonic() + STOP_S
@@ -306,13 +306,13 @@ def _cancel(slurm: Slurm, job_id: str) -> Job:
 
 
 def conclude(run: Run, channel: HostChannel, job: Job, *, is_shown: bool = True) -> int:
-    """Write down and say how a run ended whose job is over; kit's exit status.
+    """Record and print how a run ended, whose job is over; return kit's exit status.
 
     Args:
-        run: it is.
+        run: the run.
         channel: to the login node.
-        job: as it ended.
-        is_shown: whether what the leader says is shown, which has told the verdict then.
+        job: its job, in the final state.
+        is_shown: whether the leader's output was printed; it contains the verdict.
     """
     exit_status, is_told = record_end(run, channel, job)
     bring_logs(run, channel)
@@ -339,7 +339,7 @@ def conclude(run: Run, channel: HostChannel, job: Job, *, is_shown: bool = True)
 
 
 def _tell(run: Run, record: Run, channel: HostChannel) -> None:
-    """Say what the leader has, in the words and the width of `kit up` over SSH; `record` is the leader's."""
+    """Print the verdict as `kit up` over SSH does, from `record`, which is the leader's."""
     found = verdict_of(
         events.read(run.folder),
         max_restarts=restore(run.inventory).job.max_restarts,
@@ -354,7 +354,7 @@ def _tell(run: Run, record: Run, channel: HostChannel) -> None:
 
 
 def bring_logs(run: Run, channel: HostChannel, *, is_asked: bool = False) -> None:
-    """Have the logs here, where the command line or the inventory wants that; it changes nothing of how it ended."""
+    """Copy the logs to this machine if the command line or the inventory asks for it; a failure is only printed."""
     if is_asked or restore(run.inventory).logs.fetch:
         fetchlogs.quietly(lambda: fetch_logs(run, channel), run, lambda text: print(text, flush=True))
 
@@ -364,14 +364,21 @@ def _how_to_resume(run: Run) -> str:
 
 
 def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = False) -> int:
-    """Cancel the job of a run, at whose word, and with `fetch` copy its logs to this machine; the exit status."""
+    """Cancel the job of a run, and with `fetch` copy its logs to this machine; return the exit status.
+
+    Args:
+        run: the run.
+        options: how to reach the login node.
+        by: who asked for it, for the record of the run.
+        fetch: whether to copy the logs even if the inventory does not ask for it.
+    """
     refuse_while_submitted(run)
     with login(restore(run.inventory), options) as channel:
         slurm = Slurm(channel)
         find_job(run, slurm)
         job_id = run.slurm["job_id"]
         watched = Watched(slurm, job_id)
-        if watched.look():  # while Slurm does not answer, it is cancelled when it does
+        if watched.look():  # False while Slurm does not answer: then `_cancel` tries until it does
             forget_secrets(run, channel)
             if run.state not in runs.ENDED:
                 record_end(run, channel, watched.job)

@@ -1,4 +1,4 @@
-"""The parameters of sbatch and srun for a job, as submitit takes them; pure."""
+"""Build the parameters of sbatch and srun for a job, as submitit takes them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 from nodekit.inventory.schema import Inventory, SlurmSettings
 
 MAX_SIGNAL_S = 90
-"""How long before the time limit a job is told, at most: for a snapshot, and to be queued again."""
-# A lost node is not the end of the others; and with sbatch --export=NONE, srun would pass on nothing that `setup` set.
+"""The longest time between Slurm's signal and the time limit, in seconds: for a snapshot and the requeue."""
+# The other nodes survive a lost one; and without --export=ALL, an sbatch --export=NONE would hide what `setup` has set.
 SRUN_ARGS = ("--no-kill", "--kill-on-bad-exit=0", "--export=ALL")
 
 ALWAYS = ("array", "open_mode", "signal", "wait")
-"""Options of sbatch that kit, or submitit, decides on whatever is asked for."""
+"""Options of sbatch that kit or submitit always sets."""
 VARIABLES = {
     "SBATCH_ARRAY_INX": "array",
     "SBATCH_MEM_PER_NODE": "mem",
     "SBATCH_NO_REQUEUE": "requeue",
     "SBATCH_TIMELIMIT": "time",
 }
-"""Variable that sbatch reads → the option that it stands for, where they are not called the same."""
+"""Environment variable of sbatch → the option it sets, if their names differ."""
 
 REFUSALS: dict[str, tuple[str, Any]] = {"requeue": ("no_requeue", True), "no_kill": ("no_kill", "off")}
-"""Option → what is written where it is False: without a word of it, Slurm's default may be the opposite."""
+"""Option → what to pass if it is False: if it were only left out, Slurm's default might be the opposite."""
 
 KEYS = {"mem": "mem_gb"}
-"""Parameter → the key below `slurm:` it comes from, where they are not called the same."""
+"""Parameter → the key below `slurm:` it comes from, if their names differ."""
 
 
 def inventory_keys(names: Iterable[str], settings: SlurmSettings) -> str:
-    """The inventory's keys that these parameters come from, each with what it says: ``slurm.mem_gb (64)``."""
+    """Return the inventory's keys that these parameters come from, with their values: ``slurm.mem_gb (64)``."""
     said = []
     for name in names:
         key = KEYS.get(name, name)
@@ -47,21 +47,21 @@ def inventory_keys(names: Iterable[str], settings: SlurmSettings) -> str:
 def parameters(
     inventory: Inventory, *, name: str, run_dir: str, python: str, kit_dir: str, minutes: int
 ) -> dict[str, Any]:
-    """The parameters for submitit's SlurmExecutor, of one task on each node.
+    """Return the parameters for submitit's SlurmExecutor, for a job with one task on each node.
 
     Args:
         inventory: with a `slurm:` section.
-        name: the job's.
-        run_dir: the run's folder, in the shared one.
-        python: the nodes' interpreter.
-        kit_dir: kit's package, in the shared folder.
+        name: of the job.
+        run_dir: the run's folder in the shared folder.
+        python: the interpreter on the nodes.
+        kit_dir: kit's package in the shared folder.
         minutes: the time limit, or the longest that the partition allows.
     """
     settings = inventory.slurm
     assert settings is not None
     at_exit = [python, "-m", "nodekit.slurm.allocation.srun_loss", str(PurePosixPath(run_dir).parent)]
     at_once = (settings.array or "").partition("%")[2]
-    # srun from 22.05 on does not take over what sbatch was given.
+    # Since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch.
     cpus = [f"--cpus-per-task={settings.cpus_per_task}"] if settings.cpus_per_task else []
     asked: dict[str, Any] = {
         "job_name": name,
@@ -91,15 +91,15 @@ def parameters(
         (asked if key in _submitits_own() else further)[key] = value
     return {
         **{key: value for key, value in asked.items() if value is not None},
-        # None, where none is asked for, keeps submitit from its own: then the partition's holds, or that of the
-        # account or the quality of service, which Slurm refuses to exceed.
+        # An explicit None keeps submitit from setting its default: then the limit of the partition holds, or that of
+        # the account or the quality of service.
         "time": settings.extra.get("time", settings.time_min),
         "additional_parameters": further,
     }
 
 
 def written(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """As they go into a batch script: ``--exclusive=False`` is refused by sbatch, so what is False is not asked for."""
+    """Return parameters for a batch script, without those that are False: sbatch refuses ``--exclusive=False``."""
     further = parameters.get("additional_parameters", {})
     off = {key: value for key, value in REFUSALS.items() if further.get(key) is False}
     return {
@@ -112,7 +112,7 @@ def written(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overriding(parameters: Mapping[str, Any], environ: Iterable[str]) -> list[str]:
-    """The user's variables for sbatch that speak against a job's parameters: they would count, not the batch script."""
+    """Return the user's SBATCH_ variables for options that the job sets: sbatch prefers them to the batch script."""
     values = {**parameters, **parameters.get("additional_parameters", {})}
     asked = {*ALWAYS, *(key for key, value in values.items() if value is not None)}
     names = [name for name in environ if name.startswith("SBATCH_")]
@@ -120,9 +120,9 @@ def overriding(parameters: Mapping[str, Any], environ: Iterable[str]) -> list[st
 
 
 def planned_gpus(settings: SlurmSettings) -> int | None:
-    """Return how many GPUs each node's ranks use; None: all that Slurm shows the job there.
+    """Return how many GPUs each node's ranks use; None for all GPUs that Slurm gives the job there.
 
-    GPUs may be asked for in other words than `gpus_per_node`, as ``extra: {gres: gpu:a100:4}``.
+    GPUs may be requested without `gpus_per_node`, as by ``extra: {gres: gpu:a100:4}``.
     """
     if settings.gpus_per_node is not None:
         return settings.gpus_per_node
@@ -134,7 +134,7 @@ def planned_gpus(settings: SlurmSettings) -> int | None:
 
 
 def _submitits_own() -> frozenset[str]:
-    """The parameters that submitit knows by name; all others are sbatch's, and go through it as they are."""
+    """Return the parameters that submitit knows by name; it passes all others on to sbatch as they are."""
     from submitit.slurm import slurm
 
     return frozenset(inspect.signature(slurm._make_sbatch_string).parameters)

@@ -1,6 +1,6 @@
 """Many runs of one inventory as a Slurm array: `kit up --sweep lr=1e-3,3e-4`, or `slurm.array: 0-15%4`.
 
-A sweep is nothing but its runs: each has its record, and in it the sweep's id, which begins the ids of them all.
+A sweep has no record of its own. The record of each of its runs has the sweep's id, with which the run's id begins.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from nodekit.slurm.submission.prepare import dry_run, prepare
 
 LOOK_S = 2.0
 MAX_NUMBERS = 3
-"""Of a run's result.json, in the table: the first ones, as accuracy and loss."""
+"""How many numbers of a run's result.json the table shows, such as accuracy and loss; the first ones."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What one run of a sweep has for itself."""
+    """The values, arguments and environment in which one run of a sweep differs from the others."""
 
     index: int
     values: str
-    """For people: ``lr=1e-3 batch-size=32``."""
+    """As shown to the user: ``lr=1e-3 batch-size=32``."""
     args: tuple[str, ...] = ()
-    """What is appended to the command."""
+    """Arguments appended to the command."""
     env: dict[str, str] = field(default_factory=dict)
 
 
 def variants(sweep: Sequence[str], array: str | None) -> list[Variant]:
-    """The runs of `--sweep` options, every value with every other, or of `slurm.array`; pure.
+    """Return the runs of a sweep: all combinations of the `--sweep` options' values, or the indexes of `slurm.array`.
 
     Raises:
-        KitError: an option that names no values, or the same twice; or both kinds at once.
+        KitError: an option without values, a value given twice, or `--sweep` together with `slurm.array`.
     """
     if sweep and array:
         raise KitError(
@@ -65,7 +65,7 @@ def variants(sweep: Sequence[str], array: str | None) -> list[Variant]:
         )
     if array:
         name = "SLURM_ARRAY_TASK_ID"
-        numbers = sorted(set(indexes(array)))  # as sbatch takes them
+        numbers = sorted(set(indexes(array)))  # sbatch, too, ignores order and repetition
         return [Variant(index, f"{name}={index}", env={name: str(index)}) for index in numbers]
     options: dict[str, list[str]] = {}
     for each in sweep:
@@ -87,7 +87,7 @@ def variants(sweep: Sequence[str], array: str | None) -> list[Variant]:
 
 
 def up(inventory: Inventory, options: Options) -> int:
-    """Bring the runs of a sweep to where they are in the queue, and watch them; the exit status."""
+    """Submit the runs of a sweep, or attach to it if it is not over, and watch them; return the exit status."""
     wanted = variants(options.sweep, settings_of(inventory).array)
     _refuse_shared_output(inventory, options, wanted)
     if options.dry_run:
@@ -96,7 +96,7 @@ def up(inventory: Inventory, options: Options) -> int:
         return dry_run(inventory, options)
     with locks.starting(inventory.path):
         before = find_runs.all_of(inventory.path)
-        before.sort(key=lambda run: run.state in runs.LIVE)  # what is not over comes before what is newer
+        before.sort(key=lambda run: run.state in runs.LIVE)  # prefer a sweep that is not over to a newer one
         sweep_id = next((run.sweep for run in reversed(before) if run.sweep), "")
         members = find_runs.sweep(sweep_id) if sweep_id else []
         pairs = [(_command(inventory, options, each), each.values) for each in wanted]
@@ -127,10 +127,10 @@ def _command(inventory: Inventory, options: Options, variant: Variant) -> list[s
 
 
 def _refuse_shared_output(inventory: Inventory, options: Options, wanted: Sequence[Variant]) -> None:
-    """Refuse runs of the training module that would write over each other's files: they share the working folder, too.
+    """Refuse runs of the training module that would overwrite each other's files, since they share the working folder.
 
     Raises:
-        KitError: two of them have the same ``--output``.
+        KitError: two runs have the same ``--output``.
     """
     outputs = set()
     for each in wanted:
@@ -152,7 +152,7 @@ def _refuse_shared_output(inventory: Inventory, options: Options, wanted: Sequen
 def _start(
     inventory: Inventory, options: Options, sweep_id: str, members: list[Run], wanted: list[Variant]
 ) -> list[Run]:
-    """Submit the runs of a sweep that are not done, as one array; all its runs."""
+    """Submit the runs of a sweep that have not succeeded, as one array; return all its runs."""
     phases = Phases(silent=options.quiet)
     phases.say(
         f"{'resuming' if members else 'sweep'} {sweep_id}" + ("; --new starts over" if members else "")
@@ -182,7 +182,7 @@ def _start(
             own = inventory.model_copy(update={"job": job})
             run_dir = f"{ready.shared_dir}/runs/{run_id}"
             ready.place(run_dir, own, command)
-            # They share the code: none of them changes it.
+            # All runs share one copy of the code: none of them changes it.
             status, _, err = Slurm(ready.channel).run("ln", "-sfn", f"../{sweep_id}/code", f"{run_dir}/code")
             if status:
                 raise KitError(f"{ready.channel.host}: {err.strip()}")
@@ -192,19 +192,19 @@ def _start(
 
 
 def _live(members: Sequence[Run]) -> list[Run]:
-    """Those whose end is not on record."""
+    """Return the runs whose end is not recorded."""
     return [run for run in members if run.state in runs.LIVE]
 
 
 def _jobs(slurm: Slurm, members: Sequence[Run]) -> dict[str, Job]:
-    """Run → its job, of those whose end is not on record."""
+    """Return run id → job, for the runs whose end is not recorded."""
     live = _live(members)
     found: dict[str, Job] = {}
     for run in live:
         runner.find_job(run, slurm)
     for job_id in _arrays(live):
         found |= slurm.jobs(job_id)
-    # One that is not among them is gone; or not named, for scontrol cuts a long list of those that wait.
+    # A job that is missing here has ended, or scontrol has cut it from a long list of pending ones: ask for it alone.
     return {run.run_id: found.get(run.slurm["job_id"]) or slurm.job(run.slurm["job_id"]) for run in live}
 
 
@@ -213,7 +213,7 @@ def _arrays(members: Sequence[Run]) -> list[str]:
 
 
 def _look(members: Sequence[Run], options: SshOptions) -> None:
-    """Write down of those that are over how they ended."""
+    """Record how those runs ended whose jobs are over."""
     with login(restore(members[0].inventory), options) as channel:
         _record_ends(channel, members, _jobs(Slurm(channel), members))
 
@@ -225,7 +225,10 @@ def _record_ends(channel: HostChannel, members: Sequence[Run], jobs: dict[str, J
 
 
 def watch(members: list[Run], options: Options) -> int:
-    """Tell how each run of a sweep goes until all are over, and show them; Ctrl-C cancels them. The exit status."""
+    """Print the state of each run of a sweep as it changes, and a table once all are over; return the exit status.
+
+    Ctrl-C cancels the runs.
+    """
     inventory = restore(members[0].inventory)
     with login(inventory, options.ssh) as channel, sigterm_interrupts():
         login_again = LoginAgain(channel, inventory, options.ssh, functools.partial(print, flush=True))
@@ -239,14 +242,14 @@ def watch(members: list[Run], options: Options) -> int:
                 except ChannelLost as lost:
                     login_again(lost)
                     continue
-                except Unanswered as error:  # their jobs run on
+                except Unanswered as error:  # the jobs go on without Slurm's controller
                     if not is_silent:
                         print(f"all go on, {error.doubt}", flush=True)
                     is_silent = True
                     time.sleep(LOOK_S)
                     continue
                 is_silent = False
-                for run in watched:  # also those whose end was written down just before a connection broke
+                for run in watched:  # including runs whose end was recorded just before the connection broke
                     line = (
                         jobs[run.run_id].line() if run.state in runs.LIVE else f"{run.state}: {run.verdict}"
                     )
@@ -263,15 +266,15 @@ def watch(members: list[Run], options: Options) -> int:
 
 
 def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int:
-    """Cancel what is left of a sweep, and with `fetch` copy its logs to this machine; the exit status."""
+    """Cancel the runs of a sweep that are not over, and with `fetch` copy all logs here; return the exit status."""
     for run in members:
         runner.refuse_while_submitted(run)
     with login(restore(members[0].inventory), options) as channel:
         try:
             _record_ends(channel, members, _jobs(Slurm(channel), members))
-        except Unanswered as error:  # it is cancelled when Slurm does
+        except Unanswered as error:  # `_stop` tries until Slurm answers
             if not all(_arrays(_live(members))):
-                raise  # which job that is, nobody knows
+                raise  # a job id is unknown, so there is nothing to cancel by
             print(f"all go on, {error.doubt}", flush=True)
         if _live(members):
             _stop(channel, members, "kit down")
@@ -306,7 +309,7 @@ def _stop(channel: HostChannel, members: list[Run], by: str) -> None:
 
 
 def status(members: list[Run], options: SshOptions, *, as_json: bool) -> int:
-    """Print a table of the runs of a sweep; the exit status."""
+    """Print a table of the runs of a sweep; return the exit status."""
     for run in members:
         runner.refuse_while_submitted(run)
     with login(restore(members[0].inventory), options) as channel:
@@ -340,7 +343,7 @@ def _table(channel: HostChannel, members: list[Run], jobs: dict[str, Job] | None
 
 
 def _progress(channel: HostChannel, run: Run) -> dict[str, Any]:
-    """How far a run is (``12/46 …``), and the numbers in its result.json, as its first node has them."""
+    """Return a run's progress (``12/46 …``) and the numbers in its result.json, both from its first node."""
     record = record_of(run, channel)
     node = (
         min(record.nodes.values(), key=lambda each: int(each["node_rank"]), default=None) if record else None

@@ -1,4 +1,4 @@
-"""The live view of a run that Slurm has: all that is shown lies in the shared folder, read through the login node."""
+"""The live view of a run that is a Slurm job; all it shows is read from the shared folder, through the login node."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def watch(
     cancels: bool = False,
     metrics_at: Place | None = None,
 ) -> int:
-    """Show a run until its job is over or the user leaves; the exit status is kit's, 0 where the user left.
+    """Show a run until its job is over or the user leaves; return kit's exit status, 0 if the user left.
 
     Args:
-        run: as it was submitted.
+        run: the run, as it was submitted.
         options: how to reach the login node.
-        plain: lines in a terminal too.
+        plain: print lines even in a terminal.
         cancels: whether Ctrl-C cancels the job, as in `kit up`.
-        metrics_at: where metrics for Prometheus are served meanwhile.
+        metrics_at: the address on which to serve metrics for Prometheus meanwhile.
     """
     if not fits_screen(plain=plain):
         return _print(run, options)
@@ -89,7 +89,7 @@ def _cancel(run: Run, options: SshOptions, view: FullScreen, by: str) -> int:
 
 
 def _print(run: Run, options: SshOptions) -> int:
-    """The same in lines: what the leader says."""
+    """Print the leader's output in lines, in place of the live view."""
     as_up = Options(inventory=Path(run.inventory_path), ssh=options)
     return runner.watch(run, as_up, tail_bytes=ATTACH_TAIL_BYTES, cancels=False)
 
@@ -101,14 +101,14 @@ def _follow(
     view: FullScreen,
     login_again: LoginAgain,
 ) -> Job:
-    """Until the job is over; how it is then."""
+    """Feed the view until the job is over; return the job in its final state."""
     source = SharedFolder(run, channel)
     job = Watched(Slurm(channel), run.slurm["job_id"])
     looked_at, asked_at = -LOOK_S, -LOOK_AT_JOB_S
     statuses: dict[str, NodeStatus] = {}
 
     def wait(seconds: float) -> None:
-        """Meanwhile it is drawn, and hears keys."""
+        """Wait, and meanwhile redraw the view and handle keys."""
         until = time.monotonic() + seconds
         while True:
             view.see(statuses)
@@ -126,7 +126,7 @@ def _follow(
                 statuses, lines = source.statuses(job.job)
                 for node, rank, line in source.logs():
                     watched.log(node, rank, [line])
-                if not statuses:  # it starts: what it does until its nodes tell
+                if not statuses:  # the job starts: show the leader's output until the nodes report
                     for line in source.said:
                         watched.say(line, time.time())
                 watched.lines(lines)

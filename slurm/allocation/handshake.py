@@ -1,6 +1,6 @@
-"""How the tasks of an allocation connect: the first one listens, the others call and do on their nodes what it asks.
+"""Connect the tasks of an allocation: the leader listens, the others connect and run on their nodes what it asks for.
 
-All that they say is authenticated, by a secret that only who can read the run's folder has, and not encrypted.
+The traffic is authenticated, by a secret in the run's folder which only its readers know, but not encrypted.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from nodekit.inventory.schema import Host
 from nodekit.slurm.allocation.requeue import node_name
 
 MEET_S = 300.0
-"""How long the tasks wait for the leader, and it for them: the slowest of them may still load its modules."""
-LATE_S = 20.0  # for the rest, once the fewest are there
+"""How long the tasks wait for the leader, and the leader for the tasks: the slowest one may still load its modules."""
+LATE_S = 20.0  # how long to wait for all tasks; after that, for the fewest that the job needs
 TALK_S = 10.0
-UNHEARD_S = 5.0  # a channel through which nothing comes is given up, and another one is tried
+UNHEARD_S = 5.0  # a connection to a host that is silent for so long is closed, and the task connects again
 KEEP_ALIVE_S = 1
 CALL_S = 3.0
 
 
 @contextlib.contextmanager
 def call(contact: Mapping[str, Any], *, is_here: bool) -> Iterator[Wire]:
-    """A connection to the leader, in this process or not; each side has shown that it can read the run's folder."""
-    # Where a task calls from is the node's address for all others, so loopback comes last, and for the leader alone.
+    """Connect to the leader and authenticate both sides; `is_here`: the leader runs in this process.
+
+    Raises:
+        ConnectionError: the leader does not answer at any of its addresses.
+    """
+    # The leader tells all others to reach this node at the address it connects from: so loopback is the last choice.
     addresses = [*contact["addresses"], *(["127.0.0.1"] if is_here else [])]
     for address in addresses:
         with contextlib.suppress(OSError):
@@ -50,9 +54,9 @@ def call(contact: Mapping[str, Any], *, is_here: bool) -> Iterator[Wire]:
 
 
 def run_for(wire: Wire, argv: Sequence[str]) -> None:
-    """Run a program whose stdin and stdout are at the other end of the wire, until it ends.
+    """Run a program until it ends, with its stdin and stdout connected to the other end of the wire.
 
-    It gets nothing but what the other end has sent, in that order; when that cannot be had any more, its stdin ends.
+    When the wire is lost, the program's stdin is closed.
     """
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
         assert program.stdin is not None
@@ -63,7 +67,7 @@ def run_for(wire: Wire, argv: Sequence[str]) -> None:
             while data := os.read(program.stdout.fileno(), CHUNK_BYTES):
                 wire.send_frame(data)
         except OSError:
-            pass  # nobody is told any more, and `_hear` has its stdin end
+            pass  # the wire is lost, and `_hear` closes the program's stdin
         finally:
             wire.abort()
             program.stdout.close()
@@ -78,7 +82,7 @@ def _hear(wire: Wire, stdin: IO[bytes]) -> None:
 
 
 class _Frames(io.RawIOBase):
-    """A wire as a stream of bytes."""
+    """A wire as a binary stream."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -108,17 +112,17 @@ class CalledProcess:
         self.stdout: IO[bytes] = io.BufferedReader(_Frames(wire))
 
     def stderr_tail(self) -> str:
-        """Nothing: what it writes there stays on its host."""
+        """Return "": the program's stderr stays on its host."""
         return ""
 
     def close(self) -> None:
-        """End it by ending its stdin."""
+        """End the program by closing its stdin."""
         self._wire.abort()
         self._wire.close()
 
 
 def _notice_loss(connection: socket.socket) -> None:
-    """Have the connection end when the other host is no more, whether something is under way or not."""
+    """Have the kernel close the connection when the other host is lost, also while nothing is being sent."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, KEEP_ALIVE_S),
@@ -130,11 +134,11 @@ def _notice_loss(connection: socket.socket) -> None:
 
 
 class Tasks:
-    """The tasks of the allocation, as the leader sees them: each calls, and is a channel to its node."""
+    """The leader's side of the connections from all tasks; each connection can become a channel to its node."""
 
     def __init__(self, token: str) -> None:
         self.address: dict[str, str] = {}
-        """Node → where it called from."""
+        """Node → the address it connected from."""
         self._token = token
         self._came = threading.Condition()
         self._free: dict[str, Wire] = {}
@@ -159,10 +163,10 @@ class Tasks:
             self._came.notify_all()
 
     def wait(self, names: list[str], *, least: int, say: Callable[[str], None]) -> list[str]:
-        """Those of `names` that came: all, or after a while at least as many as are needed.
+        """Wait for all of `names` to connect, after `LATE_S` for `least` of them; return those that have.
 
         Raises:
-            KitError: too few came in time.
+            KitError: fewer than `least` connected within `MEET_S`.
         """
         with self._came:
             if not self._came.wait_for(lambda: len(self.address) == len(names), timeout=LATE_S):
@@ -180,10 +184,10 @@ class Tasks:
         return here
 
     def open(self, host: Host) -> HostChannel:
-        """A channel to a node.
+        """Open a channel to a node.
 
         Raises:
-            HostError: its task has not called since the last one was lost.
+            HostError: the node's task has not connected since its last channel was lost.
         """
         with self._came:
             self._came.wait_for(lambda: host.name in self._free, timeout=TALK_S)
@@ -194,18 +198,18 @@ class Tasks:
         return HostChannel(host.name, CalledProcess(wire))
 
     def absent(self, names: list[str]) -> list[str]:
-        """Those of `names` that never called, or have not since their channel was lost."""
+        """Return the nodes of `names` that never connected, or have not done so since their channel was lost."""
         with self._came:
             return [name for name in names if name in self._absent or name not in self.address]
 
     def lost(self) -> list[str]:
-        """The nodes that called once and do not again, now that their channels are closed."""
+        """Return the nodes that do not connect again; to be called when all channels are closed."""
         with self._came:
             self._came.wait_for(lambda: self._free.keys() >= self.address.keys(), timeout=TALK_S)
             return [name for name in self.address if name not in self._free]
 
     def close(self) -> None:
-        """Take no more calls, and let go of the tasks that no channel is open to."""
+        """Stop listening, and close the connections that no channel uses."""
         self._acceptor.close()
         with self._came:
             while self._free:

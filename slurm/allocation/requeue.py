@@ -1,4 +1,4 @@
-"""What a job knows and asks of Slurm from inside: its own state, to be requeued, to avoid lost nodes."""
+"""Ask Slurm from inside a job: for the job's state, to requeue it, and to exclude lost nodes."""
 
 from __future__ import annotations
 
@@ -25,63 +25,66 @@ from nodekit.inventory.load import restore
 from nodekit.inventory.schema import SlurmSettings
 from nodekit.training.snapshots.files.fence import FILE as FENCE
 
-ASK_S = 20.0  # for an answer of Slurm
+ASK_S = 20.0  # the longest wait for a command of Slurm
 _ROWS = (("cause", "what"), ("cure", "cure"))
 
 
 def node_name() -> str:
-    """What Slurm calls this node."""
+    """Return Slurm's name of this node."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def num_restarts() -> int:
-    """How often Slurm has queued this job again."""
+    """Return how often Slurm has requeued this job."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def attempt() -> str:
-    """This start of the job: its id, and how often it was queued again."""
+    """Return the name of this start of the job: its id, and how often it was requeued."""
     return f"{os.environ['SLURM_JOB_ID']}.{num_restarts()}"
 
 
 def what_to_run(run_dir: Path) -> dict[str, Any]:
-    """What who submitted the job has written down."""
+    """Return the run's job.json, as `Ready.place` wrote it before the submission."""
     found: dict[str, Any] = json.loads((run_dir / "slurm" / "job.json").read_text(encoding="utf-8"))
     return found
 
 
 def snapshots_of(job: dict[str, Any]) -> Path:
-    """The folder that holds the snapshots of this job's run, and of others."""
+    """Return the folder with the snapshots of this job's run and of others."""
     return Path(restore(job["inventory"]).snapshots.shared or f"{job['shared_dir']}/snapshots")
 
 
 def settings_of(run_dir: Path) -> SlurmSettings:
-    """What was asked of Slurm."""
+    """Return the inventory's `slurm:` section for the run."""
     settings = restore(what_to_run(run_dir)["inventory"]).slurm
     assert settings is not None
     return settings
 
 
 def job_now() -> dict[str, str]:
-    """What Slurm says of this job: its JobState, NodeList, PreemptTime…; {} where it does not answer."""
+    """Return Slurm's fields of this job: JobState, NodeList, PreemptTime…; {} if Slurm does not answer."""
     names = "JobState|Reason|NodeList|PreemptTime|ExcNodeList|Partition"
     said = _slurm("scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"])
     return dict(re.findall(rf"(?:^|\s)({names})=(\S*)", said))
 
 
 def place_of_log(place: Path) -> dict[str, Any]:
-    """Where srun and the tasks of this start of the job write, for `place`, which the leader writes at its start."""
+    """Return the log of srun and the tasks, and the offset of this start of the job in it.
+
+    The leader writes this into the file `place` when it starts.
+    """
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
     log = Path(os.environ.get("SUBMITIT_FOLDER", place.parent)) / f"{job}_0_log.out"
     size_bytes = 0
     with contextlib.suppress(OSError):
-        size_bytes = log.stat().st_size  # of earlier starts: Slurm appends
+        size_bytes = log.stat().st_size  # written by earlier starts: Slurm appends
     return {"log": str(log), "log_from": size_bytes}
 
 
 def _errors(place: Path) -> tuple[str, list[str]]:
-    """The file that srun writes to, and its errors of this start of the job."""
+    """Return the log of srun, and srun's errors in it since this start of the job."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         told = json.loads(place.read_text(encoding="utf-8"))
         with Path(told["log"]).open("rb") as log:
@@ -92,12 +95,12 @@ def _errors(place: Path) -> tuple[str, list[str]]:
 
 
 def is_missing_step(place: Path) -> bool:
-    """Whether srun has ended the tasks since a node was started anew before Slurm had missed it."""
+    """Whether srun ended the tasks because a node had rebooted before Slurm noticed its loss."""
     return any("missing step" in line for line in _errors(place)[1])
 
 
 def srun_cause(place: Path) -> dict[str, str]:
-    """Why srun has ended, in its own words, as the fields of a `Cause`."""
+    """Return why srun ended, with its own messages, as the fields of a `Cause`."""
     log, errors = _errors(place)
     said = [line for line in errors if "missing step" in line] or errors[-2:]
     of_node = "; a node was started anew before Slurm had missed it" if is_missing_step(place) else ""
@@ -109,7 +112,7 @@ def srun_cause(place: Path) -> dict[str, str]:
 
 
 def fail_without_leader(run_dir: Path, why: str, cause: dict[str, str]) -> None:
-    """Have the run on record as failed, and tell it where `kit up` shows it."""
+    """Record the run as failed, and write the reason to the log that `kit up` shows."""
     told = [
         f"\n{run_dir.name} failed: {why}",
         *(f"  {label:<10}{cause[key]}" for label, key in _ROWS if cause),
@@ -119,7 +122,7 @@ def fail_without_leader(run_dir: Path, why: str, cause: dict[str, str]) -> None:
 
 
 def _say(run_dir: Path, text: str) -> None:
-    """Tell it where `kit up` shows it; a disk that is full keeps nothing from being done."""
+    """Append a text to the log that `kit up` shows; ignore a full disk, so that the caller goes on."""
     with (
         contextlib.suppress(OSError),
         (run_dir / "slurm" / "logs" / "kit.log").open("a", encoding="utf-8") as log,
@@ -130,16 +133,16 @@ def _say(run_dir: Path, text: str) -> None:
 def queue_again_without_leader(
     run_dir: Path, why: str, lost: list[str], cause: dict[str, str] | None = None
 ) -> None:
-    """Have Slurm queue the job again, or end it if it has done so too often; said where `kit up` shows it.
+    """Requeue the job in place of its leader, or cancel it after `slurm.max_requeues`; tell that in the leader's log.
 
     Args:
         run_dir: the run's folder.
-        why: what has become of the leader, who would else do this.
+        why: what happened to the leader.
         lost: the nodes that are lost.
-        cause: the known one, as the fields of a `Cause`.
+        cause: the known cause, as the fields of a `Cause`.
 
     Raises:
-        RuntimeError: it was queued again too often.
+        RuntimeError: the job was requeued too often.
     """
     limit = settings_of(run_dir).max_requeues
     is_over = num_restarts() >= limit
@@ -150,7 +153,7 @@ def queue_again_without_leader(
         fail_without_leader(run_dir, f"{why}, {then}", cause or {})
     else:
         _say(run_dir, f"{why}; {then}")
-    # It comes with what is asked for now, and would end what is asked next.
+    # The command below has Slurm send SIGTERM to this process, which would not get to `exclude`.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _slurm(*(["scancel"] if is_over else ["scontrol", "requeue"]), os.environ["SLURM_JOB_ID"])
     if is_over:
@@ -159,15 +162,15 @@ def queue_again_without_leader(
 
 
 def keep_records_in(run_dir: Path) -> None:
-    """Have this process know the runs that are recorded in the run's folder, and no others."""
+    """Have this process read and write its run records in the run's folder only."""
     os.environ["XDG_STATE_HOME"] = str(run_dir / "state")
 
 
 def record_of(run_dir: Path) -> Run | None:
-    """The leader's record of the run, once it has one; `keep_records_in` comes first.
+    """Return the leader's record of the run; None before there is one. Call `keep_records_in` first.
 
     Raises:
-        KitError: it cannot be read.
+        KitError: the record cannot be read.
     """
     found, unreadable = runs.on_record()
     for each in unreadable:
@@ -176,7 +179,7 @@ def record_of(run_dir: Path) -> Run | None:
 
 
 def readable_record_of(run_dir: Path) -> Run | None:
-    """The same; None also where it cannot be read, for what is only told."""
+    """As `record_of`, but None also if the record cannot be read."""
     with contextlib.suppress(KitError):
         return record_of(run_dir)
     return None
@@ -185,18 +188,19 @@ def readable_record_of(run_dir: Path) -> Run | None:
 def finish(
     run_dir: Path, status: int, state: str = "", verdict: str = "", cause: dict[str, str] | None = None
 ) -> None:
-    """Leave for `kit up` and `kit status` how the job ended.
+    """Write how the job ended, for `kit up` and `kit status`, and remove the secrets.
 
     Args:
         run_dir: the run's folder.
         status: kit's exit status.
-        state: the run's last one, where its record does not have it yet.
-        verdict: why.
-        cause: the known one, as the fields of a `Cause`.
+        state: the final state of the run; "" if its record has one already.
+        verdict: why the run ended.
+        cause: the known cause, as the fields of a `Cause`.
     """
     if state and (run := readable_record_of(run_dir)) is not None:
         run.finish(state, verdict, cause)
-    # The next submission brings its own. First, since this makes room, and whatever follows must not leave them there.
+    # Remove the secrets before writing: that makes room, and they are gone even if the write fails. The next submission
+    # writes its own.
     for name in what_to_run(run_dir)["private"]:
         (run_dir / "slurm" / name).unlink(missing_ok=True)
     result = {"exit": status, "attempt": attempt()}
@@ -204,10 +208,10 @@ def finish(
 
 
 def exclude(run_dir: Path, lost: list[str]) -> None:
-    """Have Slurm start this job, which it has just queued again, on other nodes than the lost ones.
+    """Exclude the lost nodes from this job, which has just been requeued.
 
-    Slurm itself would take them again: one whose network is gone may still look well to it, or come back for a
-    moment. Where there are not as many others as the job wants, they stay in.
+    Slurm might choose them again: a node without a network may still look healthy to it, or come back for a moment. If
+    too few other nodes are left for the job, exclude none.
     """
     job = job_now()
     if not (lost and job):
@@ -223,7 +227,7 @@ def exclude(run_dir: Path, lost: list[str]) -> None:
 
 
 def _slurm(*argv: str) -> str:
-    """What one of Slurm's commands prints; "" where it does not answer, or refuses."""
+    """Run a command of Slurm; return its output, "" if it fails or takes too long."""
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
@@ -236,21 +240,22 @@ def _slurm(*argv: str) -> str:
 def has_made_progress(run_dir: Path) -> bool:
     """Whether the job of a run ever got past its first step.
 
-    One that says nothing of its steps has if it has saved something, or else after a while.
+    A script that does not report its steps counts as having done so once it has saved a file, or has run for
+    `LONG_ATTEMPT_S`.
     """
     try:
         if any(
             b'"first-progress"' in file.read_bytes() for file in (run_dir / "state").rglob("events.jsonl")
         ):
             return True
-        # The leader may not have heard yet of what the ranks have written.
+        # The leader may not have read the ranks' latest progress yet.
         said = [each for folder in run_dir.glob("*/progress") for each in read_progress(folder).values()]
         if any(not each.is_start for each in said):
             return True
         if any(each.text.strip() for each in said):
             return False
         return _has_saved(run_dir) or _worked_s(run_dir) > LONG_ATTEMPT_S
-    except OSError:  # nobody knows: slurm.max_requeues bounds how often it is queued again all the same
+    except OSError:  # unknown; slurm.max_requeues limits the requeues in any case
         return True
 
 
@@ -262,7 +267,7 @@ def _has_saved(run_dir: Path) -> bool:
 
 
 def _worked_s(run_dir: Path) -> float:
-    """How long ago the ranks were started, the last time."""
+    """Return the seconds since the ranks were last started; 0 if they never were."""
     started = 0.0
     for file in run_dir.glob("*/events.jsonl"):
         with contextlib.suppress(ValueError):

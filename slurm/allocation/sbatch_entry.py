@@ -1,4 +1,4 @@
-"""What a script of `kit export` starts on each node: the run's part there, as submitit starts it for `kit up`."""
+"""The program that a script of `kit export` starts on each node, in place of submitit's task under `kit up`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASK_S = 60.0
 
 
 def queue_again(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  # as signal wants it
-    """What submitit does where `kit up` submits: Slurm starts the same script again, which goes on."""
+    """Requeue the job before its time limit, as submitit does under `kit up`; the script then resumes the run."""
     subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True, timeout=ASK_S)
     sys.exit(0)
 

@@ -1,9 +1,9 @@
-"""What a job's batch script does last: has Slurm queue the job again, should srun have broken off.
+"""The last step of a job's batch script: requeue the job if srun ended before the leader did.
 
-srun ends the tasks of all nodes when one of them was started anew before Slurm had missed it ("io error and missing
-step"), --no-kill or not, and with it would end the job. So would a crash of the leader where there is no other task.
+Even with --no-kill, srun ends the tasks of all nodes, and so the job, when a node has rebooted before Slurm noticed its
+loss ("io error and missing step"). A crash of the leader ends the job too if there is no other task.
 
-``python -m nodekit.slurm.allocation.srun_loss RUNS``, with the folder of all runs in the shared one.
+Usage: ``python -m nodekit.slurm.allocation.srun_loss RUNS``, with the folder of all runs in the shared folder.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ WHY = "srun ended before the leader did"
 
 
 def main(runs: Path) -> None:
-    """Look whether the leader has said that the job is over, and else ask Slurm."""
+    """Requeue the job, or record it as failed, unless the leader has written that the job is over."""
     attempt = f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    # Of an array, which has one script, each task has a run of its own.
+    # The tasks of an array share this script, but each has a run, and an attempt, of its own.
     for place in runs.glob(f"*/slurm/{attempt}.json"):
         if json.loads(place.read_text(encoding="utf-8")).get("over"):
             continue
-        # Late: most jobs end above, and this is half a second.
+        # Imported here: it takes half a second, and most jobs end above.
         from nodekit.slurm.allocation import requeue
 
         run_dir = place.parent.parent

@@ -1,4 +1,4 @@
-"""What is known of a cluster and its jobs: what Slurm and its accounting say, and what lies in the shared folder.
+"""Read the state of a cluster and its jobs, from Slurm, from its accounting, and from the shared folder.
 
-All of it is read through the login node. It may import what `slurm` may, and nothing else of `slurm`.
+All of it is read through the login node. This folder may import what `slurm` may, and nothing else of `slurm`.
 """

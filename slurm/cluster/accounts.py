@@ -1,4 +1,4 @@
-"""What Slurm's accounting knows, where a site keeps any: accounts, and what an ended job used of what it asked for."""
+"""Read Slurm's accounting, if the site has one: accounts, and how much an ended job used of what it requested."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4, "": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a job asked for and used; 0 is unknown."""
+    """The resources that a job requested and used; 0 is unknown."""
 
     state: str
     elapsed_s: int
     num_cpus: int
     cpu_s: float
-    """Of all CPUs together, busy."""
+    """Busy time of all CPUs together."""
     given_cpu_s: float
-    """Of all CPUs together, allocated."""
+    """Allocated time of all CPUs together."""
     memory_bytes: float
-    """On the node that used most."""
+    """Used on the node that used most."""
     asked_memory_bytes: float
-    """On each node."""
+    """Requested on each node."""
 
     def line(self) -> str:
-        """For people: ``3 CPUs for 12:05, 61 % busy; 1.2 of 8.0 GB of memory at most (15 %)``."""
+        """Return a line for the user: ``3 CPUs for 0:12:05, 61% busy; at most 1.20 GB of memory on a node, …``."""
         clock = f"{self.elapsed_s // 3600}:{self.elapsed_s // 60 % 60:02}:{self.elapsed_s % 60:02}"
         busy = f", {self.cpu_s / self.given_cpu_s:.0%} busy" if self.given_cpu_s else ""
         said = f"{self.num_cpus} CPU{'' if self.num_cpus == 1 else 's'} for {clock}{busy}"
@@ -46,14 +46,14 @@ class Usage:
 
 
 def usage(slurm: Slurm, job_id: str, *, wait_s: float = 0) -> Usage | None:
-    """What an ended job used; None where no accounts are kept, or it is not in there.
+    """Return what an ended job used; None if the site has no accounting, or the job is not in it.
 
     Args:
-        slurm: its commands.
-        job_id: the job's.
-        wait_s: how long to wait for the accounts of a job that has just ended.
+        slurm: Slurm's commands.
+        job_id: the job.
+        wait_s: how long to wait for the accounting of a job that has just ended.
     """
-    if not job_id:  # for sacct, all jobs of today
+    if not job_id:  # without an id, sacct would list all jobs of today
         return None
     deadline = time.monotonic() + wait_s
     argv = ("sacct", "--noheader", "--parsable2", f"--format={','.join(FIELDS)}", "--jobs", job_id)
@@ -68,7 +68,7 @@ def usage(slurm: Slurm, job_id: str, *, wait_s: float = 0) -> Usage | None:
 
 
 def parse_usage(text: str) -> Usage | None:
-    """What `sacct --parsable2` printed of `FIELDS`: the job, then its steps; None for nothing."""
+    """Parse the output of `sacct --parsable2` with `FIELDS`: the job, then its steps; None if it is empty."""
     rows = [dict(zip(FIELDS, line.split("|"), strict=True)) for line in text.splitlines() if line.strip()]
     if not rows:
         return None
@@ -76,7 +76,7 @@ def parse_usage(text: str) -> Usage | None:
     asked = re.fullmatch(r"([\d.]+[KMGT]?)([nc]?)", job["ReqMem"])
     asked_bytes = _bytes(asked[1]) if asked else 0.0
     num_cpus, num_nodes = int(job["AllocCPUS"] or 0), int(job["NNodes"] or 1) or 1
-    # Before 21.08 it says per what: 4Gn for each node, 500Mc for each CPU; since then it is of all together.
+    # Before Slurm 21.08 ReqMem names its unit: 4Gn for each node, 500Mc for each CPU; since then it is the job's total.
     each = {"n": 1.0, "c": num_cpus / num_nodes, "": 1 / num_nodes}[asked[2] if asked else ""]
     return Usage(
         state=job["State"],
@@ -90,13 +90,13 @@ def parse_usage(text: str) -> Usage | None:
 
 
 def account_problem(slurm: Slurm, settings: SlurmSettings) -> Problem | None:
-    """What is wrong with the account or quality of service asked for; None if nothing, or no accounts are kept."""
+    """Return a problem if the account or quality of service does not exist; None also if there is no accounting."""
     for kind, asked, column in (("account", settings.account, "account"), ("qos", settings.qos, "name")):
         if asked is None:
             continue
         told = _ask(slurm, "sacctmgr", "--noheader", "--parsable2", "show", kind, f"format={column}")
         there = [name for name in (told or "").split("\n") if name]
-        # Slurm keeps them in small letters, and sbatch takes either.
+        # Slurm stores the names in lower case, and sbatch ignores case.
         if there and asked.lower() not in (name.lower() for name in there):
             return Problem(
                 f"slurm.{kind}: found '{asked}'", f"one of {', '.join(there)} (see sacctmgr show {kind})"
@@ -105,7 +105,7 @@ def account_problem(slurm: Slurm, settings: SlurmSettings) -> Problem | None:
 
 
 def _ask(slurm: Slurm, *argv: str) -> str | None:
-    """What a command of the accounting prints; None where there are no accounts."""
+    """Run a command of the accounting; return its output, None if there is no accounting."""
     try:
         status, out, _ = slurm.run(*argv)
     except KitError:
@@ -114,13 +114,13 @@ def _ask(slurm: Slurm, *argv: str) -> str | None:
 
 
 def _bytes(written: str) -> float:
-    """``106184K`` in bytes; 0 for nothing."""
+    """Convert ``106184K`` to bytes; "" is 0."""
     found = re.fullmatch(r"([\d.]+)([KMGT]?)", written)
     return float(found[1]) * _UNITS[found[2]] if found else 0.0
 
 
 def _seconds(written: str) -> float:
-    """``1-02:03:04`` or ``02:03.588`` in seconds."""
+    """Convert ``1-02:03:04`` or ``02:03.588`` to seconds."""
     days, _, clock = written.rpartition("-")
     total = 0.0
     for part in filter(None, clock.split(":")):

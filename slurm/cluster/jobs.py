@@ -1,4 +1,4 @@
-"""What Slurm says of a job and of the cluster: its commands, run where they are there, and what they print, read."""
+"""Run Slurm's commands on the login node, and parse what they print about jobs and partitions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNLIMITED_MIN = 365 * 1440
 _FILTERS = [
     f"SQUEUE_{what}" for what in ("ACCOUNT", "LICENSES", "NAMES", "PARTITION", "QOS", "STATES", "USERS")
 ]
-"""Variables by which squeue leaves out jobs of the user's."""
+"""Environment variables that make squeue omit some of the user's jobs."""
 _SPARING = [
     f"SCANCEL_{what}"
     for what in (
@@ -27,7 +27,7 @@ _SPARING = [
         "VERBOSE", "WCKEY",
     )
 ]  # fmt: skip
-"""Variables by which scancel leaves a job alone and says that all is well, or asks without end whether to cancel it."""
+"""Environment variables that make scancel skip a job and yet exit with 0, or ask for confirmation for ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +35,23 @@ class Job:
     """One job, as Slurm knows it."""
 
     state: str
-    """Slurm's own word: PENDING, RUNNING, COMPLETING, COMPLETED…; "" for one that Slurm knows no more."""
+    """Slurm's own name: PENDING, RUNNING, COMPLETING, COMPLETED…; "" if Slurm does not know the job any more."""
     job_id: str = ""
-    """What the job itself sees as SLURM_JOB_ID: of an array's task that is another number than ARRAY_INDEX."""
+    """The job's SLURM_JOB_ID; for a task of an array this number differs from ARRAY_INDEX."""
     reason: str = ""
-    """Why it waits, or how it ended, in Slurm's words."""
+    """Why the job is pending, or how it ended, in Slurm's words."""
     start: str = ""
-    """When it started, or is expected to."""
+    """When the job started, or is expected to start."""
     nodes: str = ""
     restarts: int = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended and is not to run again."""
+        """Whether the job has ended, and will not run again."""
         return self.state in ENDED or not self.state
 
     def line(self) -> str:
-        """For people: ``waits in the queue (Resources), expected to start 2026-11-21T12:00:00``."""
+        """Return a line for the user: ``waits in the queue (Resources), expected to start 2026-11-21T12:00:00``."""
         again = f", {self.restarts} time(s) queued again" if self.restarts else ""
         if self.state == "PENDING":
             expected = f", expected to start {self.start}" if self.start else ""
@@ -62,7 +62,7 @@ class Job:
 
 
 class Unanswered(KitError):
-    """Slurm's controller does not answer, as while it is restarted; its jobs run on."""
+    """Slurm's controller does not answer, for example while it restarts; its jobs go on."""
 
     def __init__(self, found: str) -> None:
         super().__init__(
@@ -71,7 +71,7 @@ class Unanswered(KitError):
 
     @property
     def doubt(self) -> str:
-        """What is added to a line that says that jobs go on."""
+        """The addition to a line which says that jobs go on."""
         return f"as far as is known: Slurm does not answer ({self.problem.found})"
 
 
@@ -82,10 +82,10 @@ class Slurm:
         self._channel = channel
 
     def run(self, *argv: str, env: Mapping[str, None] | None = None) -> tuple[int, str, str]:
-        """Run one, without the variables in `env`; its status, output and error output.
+        """Run a command, without the environment variables in `env`; return its status, stdout and stderr.
 
         Raises:
-            KitError: it is not there.
+            KitError: there is no such command.
         """
         try:
             done = execute(self._channel, *argv, env=env)
@@ -99,30 +99,30 @@ class Slurm:
         return done["status"], done["out"], done["err"]
 
     def job(self, job_id: str) -> Job:
-        """What it knows of a job now."""
+        """Return the present state of a job; raises as `jobs` does."""
         return next(iter(self.jobs(job_id).values()), Job(state=""))
 
     def jobs(self, job_id: str) -> dict[str, Job]:
-        """What it knows of a job now: its id → it; of an array, all tasks; {} where it knows it no more, or of "".
+        """Return job id → job for a job, or for all tasks of an array; {} if Slurm does not know it any more.
 
         Raises:
-            Unanswered: it does not say.
+            Unanswered: Slurm does not answer.
         """
-        if not job_id:  # for scontrol, all jobs
+        if not job_id:  # without an id, scontrol would show all jobs
             return {}
         status, out, err = self.asked("scontrol", "show", "job", "--oneliner", job_id)
         if status == 0:
             return parse_jobs(out)
-        # The first is for a number that is nobody's, the second for an index that the array does not have.
+        # The first message is for an unknown number, the second for an index that the array does not have.
         if "Invalid job id" in err or re.search(r"^Job \S+ not found", out + err, re.MULTILINE):
             return {}
         raise Unanswered(f"{self._channel.host}: scontrol show job {job_id}: {(err or out).strip()}")
 
     def job_below(self, folder: str) -> str:
-        """The id of the user's job, or array, that waits or runs by a script in this folder; "" where there is none.
+        """Return the id of the user's pending or running job or array whose script is in this folder; "" if none.
 
         Raises:
-            Unanswered: it does not say.
+            Unanswered: Slurm does not answer.
         """
         status, out, err = self.asked(
             "squeue", "--noheader", "--me", "--format=%F %o", env=dict.fromkeys(_FILTERS)
@@ -133,10 +133,10 @@ class Slurm:
         return next((job_id for job_id, _, script in found if script.startswith(f"{folder}/")), "")
 
     def asked(self, *argv: str, env: Mapping[str, None] | None = None) -> tuple[int, str, str]:
-        """Run one, as `run`.
+        """Run a command, as `run`, with an error of its own for a timeout.
 
         Raises:
-            Unanswered: it took too long.
+            Unanswered: the command took too long.
         """
         try:
             return self.run(*argv, env=env)
@@ -146,7 +146,7 @@ class Slurm:
             raise
 
     def partitions(self) -> dict[str, dict[str, str]]:
-        """Name → what scontrol shows of it; the default one is first."""
+        """Return partition → its fields as scontrol shows them; the default partition is first."""
         status, out, err = self.run("scontrol", "show", "partition", "--oneliner")
         if status:
             raise Unanswered(f"{self._channel.host}: Slurm does not answer: {err.strip()}")
@@ -155,7 +155,7 @@ class Slurm:
         return {each["PartitionName"]: each for each in found}
 
     def refuse_array_of(self, num_jobs: int) -> None:
-        """Raise KitError where the cluster's arrays have no place for so many jobs."""
+        """Raise KitError if an array of so many jobs exceeds the cluster's MaxArraySize."""
         _, out, _ = self.run("scontrol", "show", "config")
         limit = re.search(r"^MaxArraySize\s*=\s*(\d+)", out, re.MULTILINE)
         if limit and num_jobs > int(limit[1]):
@@ -165,24 +165,24 @@ class Slurm:
             )
 
     def cancel(self, job_id: str) -> bool:
-        """Cancel a job; nothing where it is over. Whether Slurm has taken it."""
+        """Ask Slurm to cancel a job, which does nothing if the job is over; return whether scancel succeeded."""
         status, _, _ = self.run("scancel", job_id, env=dict.fromkeys(_SPARING))
         return status == 0
 
 
 class Watched:
-    """A job that is asked for again and again, also while Slurm's controller is away."""
+    """A job that is polled, with its last known state while Slurm's controller does not answer."""
 
     def __init__(self, slurm: Slurm, job_id: str) -> None:
-        """It is not asked for yet."""
+        """Ask nothing yet."""
         self._slurm, self._job_id = slurm, job_id
         self.job = Job(state="UNKNOWN")
-        """As Slurm last knew it."""
+        """The job as of Slurm's last answer."""
         self.line = ""
-        """For people, as `Job.line`, or that Slurm does not answer."""
+        """`Job.line`, or a line that Slurm does not answer."""
 
     def look(self) -> bool:
-        """Ask once more; whether the job is over."""
+        """Ask Slurm once; return whether the job is over, False if Slurm does not answer."""
         try:
             self.job = self._slurm.job(self._job_id)
         except Unanswered as error:
@@ -193,7 +193,7 @@ class Watched:
 
 
 def parse_jobs(text: str) -> dict[str, Job]:
-    """What `scontrol show job --oneliner` printed: ``7`` → it, or of an array ``7_0`` → it, ``7_1`` → it."""
+    """Parse the output of `scontrol show job --oneliner`: ``7`` → job, or for an array ``7_0``, ``7_1``… → job."""
     found = {}
     for line in filter(str.strip, text.splitlines()):
         fields = _fields(line)
@@ -201,7 +201,7 @@ def parse_jobs(text: str) -> dict[str, Job]:
         if "ArrayJobId" not in fields:
             found[job.job_id] = job
             continue
-        for index in indexes(fields.get("ArrayTaskId", "")):  # those that wait are together in one line
+        for index in indexes(fields.get("ArrayTaskId", "")):  # one line has all pending tasks
             found[f"{fields['ArrayJobId']}_{index}"] = job
     return found
 
@@ -222,9 +222,9 @@ def _job(fields: dict[str, str]) -> Job:
 
 
 def indexes(written: str) -> list[int]:
-    """The indexes of an array, as Slurm writes them: ``0-3,7,10-20:5%4``; after ``%`` is how many at once.
+    """Return the indexes of an array from Slurm's notation, ``0-3,7,10-20:5%4``; the number after ``%`` is ignored.
 
-    Where scontrol cuts a long list (``0-99,150,15...%4``), without those it left out.
+    If scontrol has cut a long list (``0-99,150,15...%4``), the rest is missing, and so is the last, cut number.
     """
     listed = written.partition("%")[0]
     parts = listed.split(",")
@@ -237,13 +237,13 @@ def indexes(written: str) -> list[int]:
 
 
 def _fields(line: str) -> dict[str, str]:
-    """``A=1 B=two words C=3``: a value may hold blanks, a name does not. Of two with one name the later counts."""
+    """Parse ``A=1 B=two words C=3``: values may contain blanks, names do not; of a repeated name the last counts."""
     parts = re.split(r"(?:^|\s)([A-Za-z][\w/:]*)=", line.strip())
     return {name: value.strip() for name, value in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def minutes(written: str) -> int | None:
-    """Slurm's ``[D-]HH:MM:SS`` or ``UNLIMITED`` in minutes; None where there is none."""
+    """Convert Slurm's ``[D-]HH:MM:SS`` or ``UNLIMITED`` to minutes, rounded up; None if there is no value."""
     if written in ("", "NONE", "(null)"):
         return None
     if written in ("UNLIMITED", "INFINITE"):
@@ -254,16 +254,16 @@ def minutes(written: str) -> int | None:
 
 
 def time_limit(asked: int | None, partition: dict[str, str]) -> int:
-    """The limit in minutes: what was asked for, else the partition's."""
+    """Return the time limit in minutes: `asked`, else the partition's default, else its maximum."""
     own = minutes(partition.get("DefaultTime", "")) or minutes(partition.get("MaxTime", ""))
     return asked or own or UNLIMITED_MIN
 
 
 def choose_partition(name: str | None, there: dict[str, dict[str, str]]) -> dict[str, str]:
-    """The partition a job would run in; of several names (``a,b``) the first.
+    """Return the partition in which a job would run: of several names (``a,b``) the first, without a name the default.
 
     Raises:
-        KitError: there is none of that name.
+        KitError: there is no partition of that name.
     """
     names = [name for name in (name or "").split(",") if name] or list(there)[:1]
     absent: Sequence[str] = [each for each in names if each not in there]
@@ -275,10 +275,10 @@ def choose_partition(name: str | None, there: dict[str, dict[str, str]]) -> dict
 
 
 def beyond_limits(settings: SlurmSettings, time_min: int, partition: dict[str, str]) -> Problem | None:
-    """What is asked for that the partition never gives; None if nothing.
+    """Return a problem if the job requests more than the partition ever grants; None if not, or if that is uncertain.
 
-    Slurm would take such a job and let it wait for ever, where EnforcePartLimits is not set (the default). A quality
-    of service may allow more, and of several partitions another one: then nothing is said here.
+    Unless EnforcePartLimits is set (it is not by default), Slurm takes such a job and leaves it pending for ever. With
+    a quality of service, or several partitions, more may be allowed, so nothing is checked.
     """
     if settings.qos or "," in (settings.partition or ""):
         return None

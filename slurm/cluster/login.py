@@ -1,4 +1,4 @@
-"""A channel to the node that jobs are submitted from: this machine, or a login node over SSH."""
+"""Open a channel to the node from which jobs are submitted: this machine, or a login node over SSH."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from nodekit.inventory.schema import Host, Inventory, SlurmSettings
 
 LOGIN = "login"
 LOGIN_TIMEOUT_S = 60.0
-FILE_BYTES = 64 << 20  # a record has one to two kB for each node
+FILE_BYTES = 64 << 20  # the largest file that is read; a record has one to two kB for each node
 RETRY_S, MAX_RETRY_S = 5.0, 60.0
-HELD_S = 600.0  # a connection that has held for so long is tried again at once
+HELD_S = 600.0  # if a connection has lasted for longer, the first retry does not wait
 
 
 @contextlib.contextmanager
 def login(inventory: Inventory, options: SshOptions) -> Iterator[HostChannel]:
-    """A channel to the login node."""
+    """Open a channel to the login node, and close it at the end of the context."""
     with cluster.channels([host_of(inventory)], options) as channels:
         yield channels[LOGIN]
 
 
 class LoginAgain:
-    """Logs in anew when the connection breaks while a job is watched: the job goes on, and is to be watched again."""
+    """Reconnects to the login node when the connection breaks while a job is watched; the job itself goes on."""
 
     def __init__(
         self, channel: HostChannel, inventory: Inventory, options: SshOptions, say: Callable[[str], None]
     ) -> None:
-        """Take the channel to the login node, and what takes a line for the user."""
+        """Keep the channel to reopen; `say` shows a line to the user."""
         self._channel = channel
         self._host, self._options, self._say = host_of(inventory), options, say
         self._wait_s = 0.0
         self._reached_at = 0.0
 
     def __call__(self, lost: ChannelLost, wait: Callable[[float], None] = time.sleep) -> None:
-        """Wait, however long that takes; whoever has the channel goes on with it then.
+        """Reopen the channel, retrying without a limit; its users then go on with the same object.
 
         Args:
-            lost: how the connection was.
-            wait: waits so many seconds.
+            lost: how the connection was lost.
+            wait: sleeps for a number of seconds.
 
         Raises:
-            LoginRefused: the login node is there, and lets nobody in: no later try would end otherwise.
+            LoginRefused: the login node answers, and refuses the login: no later try would succeed.
         """
-        self._channel.close()  # one that is merely silent is lost, too
+        self._channel.close()  # also if it is silent, but not closed
         if time.monotonic() - self._reached_at > HELD_S:
             self._wait_s = 0.0
         told = {str(lost)}
@@ -76,15 +76,15 @@ class LoginAgain:
 
 @contextlib.contextmanager
 def cancelling(name: str, members: Iterable[Run], by: str) -> Iterator[None]:
-    """Around what cancels the jobs of runs: say in them who wants that, and take it back if it cannot be done.
+    """Record who stops the runs whose jobs are cancelled in this context; undo that if the cancelling fails.
 
     Args:
         name: of the run, or of the sweep.
         members: the runs.
-        by: who wants it.
+        by: who stops them, such as "Ctrl-C".
 
     Raises:
-        KitError: the login node is out of reach.
+        KitError: the login node is unreachable.
     """
     members = list(members)
     for run in members:
@@ -98,7 +98,7 @@ def cancelling(name: str, members: Iterable[Run], by: str) -> Iterator[None]:
 
 
 def still_on(name: str, error: HostError) -> KitError:
-    """What to say of a run or a sweep that could not be cancelled."""
+    """Return the error for a run or a sweep that could not be cancelled."""
     return KitError(
         f"{name} goes on, as far as is known: {error}",
         cure=f"kit down {name} cancels it when the login node can be reached",
@@ -106,7 +106,7 @@ def still_on(name: str, error: HostError) -> KitError:
 
 
 def host_of(inventory: Inventory) -> Host:
-    """The login node, whose workdir is the shared folder."""
+    """Return the login node as a host, with the shared folder as its workdir."""
     settings = settings_of(inventory)
     values = inventory.defaults.model_dump(exclude_none=True)
     user, _, address = (settings.login or "").rpartition("@")
@@ -124,7 +124,7 @@ def host_of(inventory: Inventory) -> Host:
 
 
 def settings_of(inventory: Inventory) -> SlurmSettings:
-    """The `slurm:` section."""
+    """Return the `slurm:` section of an inventory that has one."""
     assert inventory.slurm is not None
     return inventory.slurm
 
@@ -137,15 +137,16 @@ def execute(
     limit_s: float = LOGIN_TIMEOUT_S,
     ends_with_us: bool = False,
 ) -> dict[str, Any]:
-    """Run a program there, with `text` on its stdin: its ``status``, ``out`` and ``err``.
+    """Run a program on the login node, with `text` on its stdin; return its ``status``, ``out`` and ``err``.
 
-    After `limit_s` it is killed, with what it has started; `ends_with_us`, it is also when the channel ends.
+    The program and its children are killed after `limit_s`, and with `ends_with_us` also when the channel ends.
 
-    What is None in `env` is taken out of its environment, and so is what a job of Slurm's has in it: within `salloc` or
-    `srun --pty`, sbatch and srun would take that for options, and the new job would get the old one's cores.
+    Variables that are None in `env` are removed from the environment, and so are those of a surrounding Slurm job:
+    within `salloc` or `srun --pty`, sbatch and srun would read them as options, and the new job would get the old
+    one's cores.
 
     Raises:
-        RemoteError: it is not there, or took too long.
+        RemoteError: there is no such program, or it took too long.
     """
     given = {**dict.fromkeys(of_a_job(os.environ)), **(env or {})}
     done: dict[str, Any] = channel.call(
@@ -161,7 +162,7 @@ def execute(
 
 
 def of_a_job(environ: Mapping[str, str]) -> list[str]:
-    """The variables that Slurm has set for the job that this process runs in; none outside of one."""
+    """Return the names of the variables that Slurm has set for the job of this process; none outside of a job."""
     if "SLURM_JOB_ID" not in environ:
         return []
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
@@ -169,15 +170,15 @@ def of_a_job(environ: Mapping[str, str]) -> list[str]:
 
 
 def write(channel: HostChannel, path: str, text: str) -> None:
-    """Write a file there, 0600, in one step; its folder is made."""
+    """Write a file on the login node atomically, with mode 0600; create its folder."""
     channel.call("write_file", timeout_s=LOGIN_TIMEOUT_S, path=path, text=text)
 
 
 def remove_private(channel: HostChannel, run_dirs: Iterable[str], names: Iterable[str]) -> None:
-    """Remove the secrets of jobs that are over, or were never queued; none there is fine.
+    """Remove the secrets of jobs that are over, or were never queued; missing files are fine.
 
     Raises:
-        KitError: they are still there.
+        KitError: they could not be removed.
     """
     names = list(names)
     files = [f"{run_dir}/slurm/{name}" for run_dir in run_dirs for name in names]
@@ -192,5 +193,5 @@ def remove_private(channel: HostChannel, run_dirs: Iterable[str], names: Iterabl
 
 
 def read(channel: HostChannel, path: str) -> str:
-    """What is in a file there; "" if there is none."""
+    """Return the text of a file on the login node; "" if there is no such file."""
     return str(channel.call("read_file", timeout_s=LOGIN_TIMEOUT_S, path=path, limit_bytes=FILE_BYTES) or "")

@@ -1,4 +1,4 @@
-"""Reads what a job writes in the shared folder, through the login node: the leader's record, events, statuses, logs."""
+"""Read the leader's record, events, statuses and logs of a job from the shared folder, through the login node."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ from nodekit.slurm.cluster.jobs import Job, Slurm
 from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, read, remove_private
 
 T = TypeVar("T")
-LOST = "lost"  # the line of a node that the leader counts out
+LOST = "lost"  # the status line of a node that the leader cannot reach
 _QUEUED = "queued  Slurm is to start its job again"
 _TAIL_BYTES = 65536
 _LAST_LINES = 3
-_ENDED_TASK = re.compile(r"srun: error: \S+ tasks? \S+ Exited with exit code \d+")  # a line for each node
+_ENDED_TASK = re.compile(
+    r"srun: error: \S+ tasks? \S+ Exited with exit code \d+"
+)  # srun prints it for each node
 _OF_A_RANK = re.compile(r"(\S+):(\d+) +\| (.*)")
 
 
 def leader_folder(run: Run) -> str:
-    """Where the leader has its record of a run."""
+    """Return the folder of the leader's record of a run."""
     return f"{run.slurm['run_dir']}/state/nodekit/runs/{run.run_id}"
 
 
 def record_of(run: Run, channel: HostChannel) -> Run | None:
-    """The leader's record of a run; None before it has one."""
+    """Return the leader's record of a run; None before the leader has written one."""
     return _parsed(
         channel, f"{leader_folder(run)}/{record_files.FILE}", lambda text: runs.parse(text, run.run_id)
     )
@@ -49,7 +51,7 @@ def record_of(run: Run, channel: HostChannel) -> Run | None:
 def _parsed(
     channel: HostChannel, path: str, parse: Callable[[str], T], *, goes_on_when: str = "mended"
 ) -> T | None:
-    """What is in a file of the leader's; None before there is one."""
+    """Return a file of the leader's, parsed; None before it exists."""
     text = read(channel, path)
     try:
         return parse(text) if text else None
@@ -59,19 +61,19 @@ def _parsed(
 
 
 def _of_leader(run: Run, channel: HostChannel, name: str) -> dict[str, Any]:
-    """What the leader has left in a small file beside its logs; {} before it has."""
+    """Return a JSON file that the leader writes beside its logs; {} before it exists."""
     path = f"{run.slurm['run_dir']}/slurm/{name}"
     return _parsed(channel, path, json.loads, goes_on_when="mended, or removed") or {}
 
 
 def events_of(run: Run, channel: HostChannel) -> list[str]:
-    """The lines of the leader's events."""
+    """Return the lines of the leader's event log."""
     parts = of_node(channel, leader_folder(run), timeout_s=LOGIN_TIMEOUT_S)
     return [line for found in parts for _, _, line in found]
 
 
 def node_statuses(run: Run, channel: HostChannel) -> dict[str, NodeStatus]:
-    """What each node does, as the leader has heard it last."""
+    """Return the status of each node, as it last reached the leader."""
     found: dict[str, NodeStatus] = channel.call(
         "current_status.statuses", timeout_s=LOGIN_TIMEOUT_S, folder=leader_folder(run)
     )
@@ -79,9 +81,9 @@ def node_statuses(run: Run, channel: HostChannel) -> dict[str, NodeStatus]:
 
 
 def of_job(statuses: Mapping[str, NodeStatus], job: Job) -> dict[str, NodeStatus]:
-    """What nodes do now; while the job waits to be started again, only those whose agents have told of their end.
+    """Return the statuses that still hold; while the job is queued again, only those of agents that have ended.
 
-    The others were lost with the leader: what they told last, such as that they train, is not so any more.
+    The other agents were lost with the leader, so that their last statuses, such as "training", are stale.
     """
     return {
         name: each
@@ -91,24 +93,24 @@ def of_job(statuses: Mapping[str, NodeStatus], job: Job) -> dict[str, NodeStatus
 
 
 def absent_nodes(run: Run, channel: HostChannel) -> list[str]:
-    """The nodes that the leader of this run's job cannot reach."""
+    """Return the nodes that the leader of this run's present job cannot reach."""
     told = _of_leader(run, channel, "absent.json")
     return list(told.get("nodes", [])) if told.get("job") == run.slurm["job_id"] else []
 
 
 def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
-    """Write down how a run ended whose job is over; kit's exit status, and whether the leader told how it ended.
+    """Record how a run ended, whose job is over; return kit's exit status, and whether the leader reported the end.
 
-    Its secrets are removed, should it have been killed before it could, or cancelled before it began.
+    Also remove its secrets: a job that was killed, or cancelled before it started, has not done so.
 
     Raises:
-        NotWritten: the disk here is full, or gone: it is done by who looks at the run next.
+        NotWritten: the disk here is full, or missing; the next command that looks at the run records the end.
     """
     forget_secrets(run, channel)
     result = _of_leader(run, channel, "result.json")
     record = record_of(run, channel)
     _bring_events(run, channel)
-    # A job that Slurm knows no more (MinJobAge) cannot say which was its last attempt.
+    # If Slurm has forgotten the job (MinJobAge), its last attempt is unknown: trust the result.
     is_last = not job.state or result.get("attempt") == f"{job.job_id}.{job.restarts}"
     if record is not None and result and is_last and record.state in runs.ENDED:
         by = run.stopped_by or "scancel"
@@ -130,10 +132,10 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
 
 
 def record_stopped(run: Run, channel: HostChannel) -> None:
-    """Write down that a run was stopped, whose job kit has cancelled.
+    """Record that a run was stopped, whose job kit has cancelled.
 
     Raises:
-        NotWritten: the disk here is full, or gone: it is done by who looks at the run next.
+        NotWritten: the disk here is full, or missing; the next command that looks at the run records the end.
     """
     forget_secrets(run, channel)
     _bring_events(run, channel)
@@ -141,7 +143,7 @@ def record_stopped(run: Run, channel: HostChannel) -> None:
 
 
 def _bring_events(run: Run, channel: HostChannel) -> None:
-    """Have the leader's events here, before the end is on record: after that, they are read here."""
+    """Copy the leader's events here, before the end is recorded: after that, they are read here."""
     if lines := events_of(run, channel):
         path = run.folder / events.FILE
         with record_files.told(path):
@@ -149,9 +151,9 @@ def _bring_events(run: Run, channel: HostChannel) -> None:
 
 
 def _said_by_tasks(run: Run, channel: HostChannel) -> Cause | None:
-    """Return what the batch script, srun or a task has said last, where the leader had no say; None for nothing.
+    """Return a cause with the last output of the batch script, srun or a task; None if there is none.
 
-    Nothing at all is what `set -e` leaves of a line of `slurm.setup` that fails.
+    For a job that ended without a report of the leader. After `set -e`, a failed line of `slurm.setup` prints nothing.
     """
     path = f"{run.slurm['run_dir']}/slurm/{run.slurm['job_id']}_0_log.out"
     try:
@@ -173,7 +175,7 @@ def _said_by_tasks(run: Run, channel: HostChannel) -> Cause | None:
 
 
 def forget_secrets(run: Run, channel: HostChannel) -> None:
-    """Remove the secrets that the job of a run, which is over, may have left; said where that fails."""
+    """Remove the secrets that the ended job of a run may have left; print a warning if that fails."""
     try:
         remove_private(channel, [run.slurm["run_dir"]], run.slurm.get("private", "").split())
     except KitError as error:
@@ -184,7 +186,7 @@ def fetch_logs(run: Run, channel: HostChannel) -> Fetched:
     """Copy the logs of a run to this machine.
 
     Raises:
-        KitError: it has none, or they cannot be written here.
+        KitError: the run has none yet, or they cannot be written here.
     """
     record = record_of(run, channel)
     if record is None:
@@ -193,7 +195,7 @@ def fetch_logs(run: Run, channel: HostChannel) -> Fetched:
 
 
 class SharedFolder:
-    """What is new in the shared folder."""
+    """A reader of the shared folder, which returns the events and log lines since its last call."""
 
     def __init__(self, run: Run, channel: HostChannel) -> None:
         self._run = run
@@ -203,10 +205,10 @@ class SharedFolder:
         self._offsets: dict[str, int] | None = None
         self._nodes: list[str] = []
         self.said: list[str] = []
-        """Of the lines of the last `logs()`, those of the leader itself."""
+        """The leader's own lines among those that the last `logs()` read."""
 
     def events(self) -> list[events.Event]:
-        """Those of the leader's record since the last call."""
+        """Return the events of the leader's record since the last call."""
         found = self._channel.call(
             "hostfollow.events",
             timeout_s=LOGIN_TIMEOUT_S,
@@ -219,7 +221,7 @@ class SharedFolder:
         return events.parse_all(line for _, _, line in found)
 
     def logs(self) -> list[tuple[str, str, str]]:
-        """Lines of the ranks, as the leader shows them: node, rank, line."""
+        """Return the ranks' lines in the leader's output since the last call: node, rank, line."""
         self._offsets, found = self._channel.call(
             "hostfollow.logs",
             timeout_s=LOGIN_TIMEOUT_S,
@@ -232,7 +234,7 @@ class SharedFolder:
         return [(told[1], told[2], told[3]) for line in lines if (told := _OF_A_RANK.fullmatch(line))]
 
     def statuses(self, job: Job) -> tuple[dict[str, NodeStatus], dict[str, str]]:
-        """The status of each node of the job and its line; none before the leader has a record. See `of_job`."""
+        """Return node → status, as `of_job`, and node → line; both empty before the leader has a record."""
         if not self._nodes:
             record = record_of(self._run, self._channel)
             self._nodes = list(record.nodes) if record else []

@@ -1,4 +1,4 @@
-"""How a job is handed to Slurm: all that happens before it is queued, and what runs on the login node for that.
+"""Prepare and submit a job: all steps before it is queued, with the modules that run on the login node for that.
 
-It may import `slurm.cluster`, `slurm.allocation`, `slurm.sbatch_parameters` and what `slurm` may.
+This folder may import `slurm.cluster`, `slurm.allocation`, `slurm.sbatch_parameters` and what `slurm` may.
 """

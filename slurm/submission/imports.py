@@ -1,8 +1,8 @@
-"""Whether what a script imports can be found, before it waits a night in the queue: runs on the login node.
+"""Check that the modules which a script imports exist, before the job waits a night in the queue.
 
-``python -m nodekit.slurm.submission.imports CODE``, with the command as a JSON list on stdin, answers a JSON list of
-problems. Nothing is imported for it: the files are parsed, and modules looked for. A script's imports of its own
-modules are followed. Only what is imported without a condition counts: not in a function, an ``if`` or a ``try``.
+Runs on the login node: ``python -m nodekit.slurm.submission.imports CODE``, with the command as a JSON list on stdin,
+prints a JSON list of problems. Nothing is imported: the files are parsed, and the modules located. Imports of the
+user's own modules are followed. Only unconditional imports count, not those in a function, an ``if`` or a ``try``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_FILES = 500
 
 
 def problems(command: Sequence[str], folder: Path) -> list[str]:
-    """What is wrong with a command that starts in `folder`, for people, with file and line; sets `sys.path`."""
-    is_python = list(command[:2]) == ["python", "-u"]  # as `argv_of` has it
+    """Return what is wrong with a command that starts in `folder`, as text with file and line; changes `sys.path`."""
+    is_python = list(command[:2]) == ["python", "-u"]  # as `argv_of` returns a Python command
     command = list(itertools.dropwhile(lambda word: word in ("python", "-u"), command)) or ["python"]
     first, is_module = command[0], command[0] == "-m" and len(command) > 1
     if not is_module and not first.endswith(".py") and (not is_python or first.startswith("-")):
-        return []  # another program: what it reads, who knows
+        return []  # not Python: the files that it reads are unknown
     root = folder
     file: Path | None
     if is_module:
@@ -41,7 +41,7 @@ def problems(command: Sequence[str], folder: Path) -> list[str]:
         if not file.is_file():
             return [f"no file {file}"]
         if b"\0" in file.read_bytes():
-            return []  # an archive, or compiled
+            return []  # a zip archive, or compiled
         sys.path.insert(0, str(root))  # where python itself looks first
     task = _task(command).partition(":")[0]
     absent = [f"no file {folder / task}"] if task.endswith(".py") and not (folder / task).is_file() else []
@@ -52,7 +52,7 @@ def problems(command: Sequence[str], folder: Path) -> list[str]:
 
 
 def _task(command: Sequence[str]) -> str:
-    """The value of --task, where the command is kit's training module."""
+    """Return the value of --task if the command runs kit's training module, else ""."""
     if "nodekit.training" in command[:2]:
         for word, after in zip(command, [*command[1:], ""], strict=True):
             if word == "--task" or word.startswith("--task="):
@@ -72,7 +72,7 @@ def _follow(files: Sequence[Path], root: Path, folder: Path) -> Iterator[str]:
             continue
         for statement in tree.body:
             if _changes_path(statement):
-                return  # from here on only python itself can tell
+                return  # from here on only Python itself can find modules
             for name, is_certain in _imported(statement):
                 own = _own_module(name, root)
                 if own is not None and own not in seen:
@@ -90,7 +90,7 @@ def _changes_path(statement: ast.stmt) -> bool:
 
 
 def _imported(statement: ast.stmt) -> Iterator[tuple[str, bool]]:
-    """The modules that a statement imports, and whether they must be modules: ``from a import b`` may not name one."""
+    """Yield the names that a statement imports; True if it must be a module, unlike b in ``from a import b``."""
     if isinstance(statement, ast.Import):
         yield from ((alias.name, True) for alias in statement.names)
     elif isinstance(statement, ast.ImportFrom) and statement.level == 0 and statement.module:
@@ -99,7 +99,7 @@ def _imported(statement: ast.stmt) -> Iterator[tuple[str, bool]]:
 
 
 def _own_module(name: str, root: Path) -> Path | None:
-    """The file of a module that lies below `root`."""
+    """Return the file of a module if it is below `root`."""
     path = root.joinpath(*name.split("."))
     return _existing(path / "__init__.py") or _existing(path.with_suffix(".py"))
 
@@ -109,9 +109,9 @@ def _existing(path: Path) -> Path | None:
 
 
 def _is_found(name: str, root: Path) -> bool:
-    """Whether there is a module of this name; below the first dot only in the user's own packages.
+    """Whether there is a module of this name; submodules are looked for in the user's own packages only.
 
-    Of another package only an import could tell: it may make its modules up.
+    Another package may create its modules at import.
     """
     top, *rest = name.split(".")
     try:
@@ -123,7 +123,7 @@ def _is_found(name: str, root: Path) -> bool:
             if found is None:
                 break
     except (ImportError, ValueError):
-        return True  # who knows
+        return True  # unknown: report nothing
     return found is not None
 
 
@@ -132,5 +132,5 @@ def _places(spec: ModuleSpec) -> list[str]:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # where this was started
+    del sys.path[0]  # the folder in which this was started
     print(json.dumps(problems(json.load(sys.stdin), Path(sys.argv[1]))))

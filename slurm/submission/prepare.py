@@ -1,6 +1,6 @@
-"""All that happens before a job is queued: checks on the login node, code and secrets in their place, Slurm asked.
+"""Prepare a job: check the login node, ask Slurm whether it would take the job, and copy the code.
 
-Nobody should learn after a night in the queue that a path was wrong.
+A user should not learn after a night in the queue that a path was wrong.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from nodekit.slurm.cluster.login import (
 )
 from nodekit.slurm.sbatch_parameters import inventory_keys, parameters
 
-# submitit writes a file for each run of an array, and kit its secrets; a shared folder may be slow
+# Time added for each run of an array: submitit writes a file for it, and kit its secrets; a shared folder may be slow.
 SUBMIT_RUN_S = 0.1
 NEEDED_MODULES = {
     "torch": "torch", "ClusterShell": "ClusterShell", "pathspec": "pathspec", "pydantic": "pydantic", "rich": "rich",
     "submitit": "submitit", "yaml": "pyyaml",
 }  # fmt: skip
-"""Module → what pip calls it."""
+"""Module → its name for pip."""
 
 
 def prepare(
@@ -71,19 +71,19 @@ def prepare(
     secrets: Mapping[str, str],
     notify_secrets: Mapping[str, str] | None = None,
 ) -> Ready:
-    """Check all that can be checked, and put the code in its place; nothing is queued.
+    """Check everything that can be checked, and copy the code to the shared folder; queue nothing.
 
     Args:
-        stack: closes the channel.
+        stack: closes the channel at its end.
         inventory: with a `slurm:` section.
-        run_id: whose code it is to be.
+        run_id: the run, or the sweep, for which the code is copied.
         options: the command line's.
-        phases: told how it goes.
-        secrets: those that the run's folder is to have.
-        notify_secrets: likewise, those that the ranks are not to have.
+        phases: shows the progress.
+        secrets: the secrets of the ranks, written when the job is submitted.
+        notify_secrets: secrets for notifications, which the ranks do not get.
 
     Raises:
-        KitError: what is wrong.
+        KitError: a check failed.
     """
     settings = settings_of(inventory)
     warn = options.ssh.notice if options.quiet else phases.say
@@ -93,7 +93,7 @@ def prepare(
         Path(inventory.job.code).expanduser(),
         world_size=settings.nodes.max * (inventory.job.nproc_per_node or settings.gpus_per_node or 1),
         env=dict(inventory.job.env),
-        modules={},  # of the login node, they say nothing
+        modules={},  # the login node's modules say nothing about the nodes
     )
     tree = list_code(inventory, options.command)
     with phases.phase("connect") as said:
@@ -124,7 +124,7 @@ def prepare(
 def _enter_environment(
     channel: HostChannel, inventory: Inventory, asked: Environment, options: Options, phases: Phases
 ) -> None:
-    """Have the channel answer by the inventory's environment; it is made once, in the folder that the nodes share."""
+    """Create the inventory's environment once, in the shared folder, and have the channel use its Python."""
     from nodekit.deploy.environment import environment  # most inventories have none
 
     limit_s, login_node = inventory.timings.environment, host_of(inventory)
@@ -144,10 +144,10 @@ def _checked(
     options: Options,
     said: list[str],
 ) -> tuple[Ready, tuple[str, ...]]:
-    """Look at the login node and ask Slurm; what is ready without the code, and the command as the nodes run it.
+    """Check the login node, and ask Slurm; return the `Ready`, still without code, and the command for the nodes.
 
     Raises:
-        KitError: what is wrong.
+        KitError: a check failed.
     """
     settings = settings_of(inventory)
     package, token = sync.package(), token_hex(4)
@@ -194,7 +194,7 @@ def _checked(
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What has been checked and lies in its place, so that jobs can be submitted."""
+    """A checked job whose files are in the shared folder, ready to be submitted."""
 
     channel: HostChannel
     python: str
@@ -202,46 +202,48 @@ class Ready:
     kit_dir: str
     run_dir: str
     parameters: Mapping[str, Any]
-    """submitit's."""
+    """Parameters for submitit."""
     settings: SlurmSettings
     private: Mapping[str, Mapping[str, str]] = field(repr=False)
-    """File in a run's folder slurm/ → secrets. Each submission has names of its own: who removes those of a job that is
-    over cannot hit those of the next one."""
+    """File name in a run's folder slurm/ → secrets. The names differ for each submission, so that removing the secrets
+    of an ended job cannot remove those of the next one."""
     code_digest: str = ""
     left_out: Mapping[str, list[str]] = field(default_factory=dict)
-    """What of the code's folder was not sent."""
+    """Files of the code's folder that were not sent."""
     skip_check: bool = False
-    """Whether the job is to start whatever the check of its nodes would find."""
+    """Whether the job starts without the check of its nodes."""
 
     def place(self, run_dir: str, inventory: Inventory, command: Sequence[str] | None) -> None:
-        """Write what a run's tasks read first: what to run, and where the secrets will be."""
+        """Write job.json, which the run's tasks read first: what to run, and the names of the files with secrets."""
         job = {
-            # On the nodes the environment is there: the task's own python.
+            # The task's own Python is that of the environment already.
             "inventory": dump(inventory.model_copy(update={"environment": None})),
             "command": list(command) if command else None,
             "shared_dir": self.shared_dir,
             "private": list(self.private),
             "left_out": dict(self.left_out),
             "skip_check": self.skip_check,
-            "columns": shutil.get_terminal_size((100, 24)).columns,  # of who reads what the leader says
+            "columns": shutil.get_terminal_size(
+                (100, 24)
+            ).columns,  # of the terminal that shows the leader's output
         }
         write(self.channel, f"{run_dir}/slurm/job.json", json.dumps(job))
-        write(self.channel, f"{run_dir}/slurm/result.json", "{}")  # one that is there is of an earlier job
+        write(self.channel, f"{run_dir}/slurm/result.json", "{}")  # replaces the result of an earlier job
 
     def ask(self) -> None:
         """Ask Slurm whether it would take the job.
 
         Raises:
-            KitError: it would not, and why.
+            KitError: Slurm would not, with the reason.
         """
         self._call([self.run_dir], test=True)
 
     def submit(self, run_dirs: Sequence[str]) -> list[str]:
-        """Submit a job for each run, as one array where there are several; their ids.
+        """Submit a job for each run, several as one array; return the job ids.
 
         Raises:
-            HostError: nobody knows whether Slurm has it, or will: sbatch took too long, or the connection broke.
-            KitError: Slurm takes none.
+            HostError: unknown whether Slurm has the job: sbatch took too long, or the connection broke.
+            KitError: Slurm refused the job.
         """
         return [str(job_id) for job_id in self._call(run_dirs, test=False)["job_ids"]]
 
@@ -250,7 +252,7 @@ class Ready:
             "folder": f"{self.run_dir}/slurm",
             "run_dirs": run_dirs,
             "parameters": self.parameters,
-            "max_timeouts": self.settings.max_requeues,  # kit counts them, too, and is to be the one that says so
+            "max_timeouts": self.settings.max_requeues,  # kit counts them as well, and reports the limit itself
             "private": {} if test else self.private,
             "test": test,
         }
@@ -260,10 +262,10 @@ class Ready:
             "-m",
             "nodekit.slurm.submission.submit",
             text=json.dumps(spec),
-            # Slurm keeps the environment that a job was submitted from: no secret may be in it.
+            # Slurm stores the environment of the submission, so it must not contain a secret.
             env={"PYTHONPATH": self.kit_dir, **dict.fromkeys(itertools.chain(*self.private.values()))},
             limit_s=LOGIN_TIMEOUT_S + SUBMIT_RUN_S * len(run_dirs),
-            ends_with_us=True,  # an sbatch that goes on alone would queue a job that nobody waits for
+            ends_with_us=True,  # an sbatch that outlives kit would queue a job that nobody waits for
         )
         if done["status"]:
             raise KitError(f"{self.channel.host}: submitit failed:\n{done['err'].strip()}")
@@ -308,10 +310,10 @@ def _check_host(channel: HostChannel, found: Mapping[str, Any], inventory: Inven
 
 
 def _not_shared(channel: HostChannel, shared_dir: str, settings: SlurmSettings) -> str:
-    """Have a node read a file from the shared folder; what to warn of, where that cannot be tried now.
+    """Have a node read a file from the shared folder; return a warning if no node can try it now, else "".
 
     Raises:
-        KitError: the node sees another folder.
+        KitError: the node sees a different folder.
     """
     name, word = f"{shared_dir}/.kit-{token_hex(4)}", token_hex(8)
     write(channel, name, word)
@@ -322,7 +324,7 @@ def _not_shared(channel: HostChannel, shared_dir: str, settings: SlurmSettings) 
             "srun", "--nodes=1", "--ntasks=1", "--time=1", "--immediate=5", "--quiet", "--job-name=kit-check", *where,
             "env", "LC_ALL=C", "cat", name,
         )  # fmt: skip
-    except Unanswered:  # a node that is powered up first, or has a slow prolog
+    except Unanswered:  # the node must be powered up first, or has a slow prolog
         return f"no node has tried within {LOGIN_TIMEOUT_S:.0f} s whether slurm.shared_dir is shared"
     finally:
         Slurm(channel).run("rm", "-f", name)
@@ -338,10 +340,10 @@ def _not_shared(channel: HostChannel, shared_dir: str, settings: SlurmSettings) 
 
 
 def _script_problem(ready: Ready, inventory: Inventory, argv: Sequence[str]) -> str:
-    """What the script lacks, where the nodes may have it all the same.
+    """Return a warning about modules or files that the script lacks here, but may find on the nodes; else "".
 
     Raises:
-        KitError: it lacks something, and nothing that the inventory names could bring it.
+        KitError: something is missing, and the inventory has no setup or srun arguments that could provide it.
     """
     code = f"{ready.run_dir}/code"
     further = {**inventory.defaults.env, **inventory.job.env}.get("PYTHONPATH", "")
@@ -395,7 +397,7 @@ def dry_run(inventory: Inventory, options: Options) -> int:
 def dry_rows(
     asked: Mapping[str, Any], settings: SlurmSettings, command: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """What would be submitted, for people: label and text, a row for each line of a list."""
+    """Return what would be submitted as rows of label and text; a list takes a row for each item."""
     further = asked.get("additional_parameters", {})
     values = {**asked, **further, "command": shlex.join(command)}
     values.pop("additional_parameters", None)

@@ -1,10 +1,10 @@
-"""Submits jobs through submitit: runs on the login node, reads JSON on stdin, writes JSON on stdout.
+"""Submit jobs through submitit: runs on the login node, reads JSON on stdin, writes JSON on stdout.
 
-``python -m nodekit.slurm.submission.submit``, with {"folder", "run_dirs", "parameters", "max_timeouts", "private",
-"test"}, answers {"job_ids"}: one, or those of an array with a task for each run; or {"problem",
-"is_unanswered"} with what Slurm said, or with why it has not said anything.
-With {"test": true} it only asks Slurm whether it would take the job; if not, "without" are the parameters of which
-Slurm would take it if that one was not there: so one can tell which is wrong.
+``python -m nodekit.slurm.submission.submit`` takes {"folder", "run_dirs", "parameters", "max_timeouts", "private",
+"test"}. The answer is {"job_ids"}, one for each run, of several as the tasks of an array; or {"problem"} with Slurm's
+message, and "is_unanswered" if Slurm did not answer.
+With {"test": true} it only asks Slurm whether it would take the job. If not, "without" lists each parameter without
+which Slurm would take the job: one of these is wrong.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from nodekit.slurm.allocation.allocation import Allocated
 from nodekit.slurm.sbatch_parameters import overriding, written
 
 OWN = ("job_name", "ntasks_per_node", "setup", "signal_delay_s", "srun_args", "stderr_to_stdout")
-"""Parameters that are kit's, or that sbatch does not see."""
+"""Parameters that kit sets, or that sbatch does not see: not tried one by one."""
 
 UNANSWERED = re.compile("timed out|Zero Bytes were transmitted|Unable to contact slurm controller")
-"""In what sbatch says where its question has, or may have, gone out, and no answer has come."""
+"""Matches sbatch's message if its request was sent, or may have been, and no answer came."""
 
 
 def submit(
@@ -41,24 +41,23 @@ def submit(
     private: dict[str, dict[str, str]],
     test: bool,
 ) -> dict[str, Any]:
-    """Submit the jobs of runs, or ask whether they would be taken.
+    """Submit the jobs of runs, or with `test` ask whether Slurm would take them; return the answer described above.
 
-    Here, and not earlier, each run gets its secrets: a file in its folder slurm/ for each of `private`. This process
-    ends with them where a job will remove them, or without them, whatever becomes of kit meanwhile.
+    The secrets are written here, and not earlier, as a file for each item of `private` in each run's folder slurm/.
+    When this process ends, either a job will remove them, or they are removed, even if kit is gone meanwhile.
     """
     if test:
         return _test(folder, parameters)
     executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_timeouts)
-    executor.update_parameters(
-        **{"array_parallelism": len(run_dirs), **written(parameters)}
-    )  # submitit's own is 256
+    # submitit's default for array_parallelism is 256.
+    executor.update_parameters(**{"array_parallelism": len(run_dirs), **written(parameters)})
     folders = [Path(run_dir, "slurm") for run_dir in run_dirs]
     try:
         for each in folders:
-            _remove_secrets(each)  # of a job whose end nobody has looked at
+            _remove_secrets(each)  # left by an earlier job whose end was not recorded
             for name, values in private.items():
                 write_private(str(each / name), json.dumps(values).encode(), durable=True)
-        jobs = executor.map_array(Allocated(), run_dirs)  # a plain job where there is one run
+        jobs = executor.map_array(Allocated(), run_dirs)  # for one run a plain job
         return {"job_ids": [str(job.job_id) for job in jobs]}
     except BaseException as error:
         is_told = isinstance(error, (FailedJobError, FailedSubmissionError))
@@ -73,7 +72,7 @@ def submit(
 
 def _remove_secrets(folder: Path) -> None:
     for kind in (RANKS, NOTIFY):
-        for file in folder.glob(f"{kind}-*.json*"):  # half written, too
+        for file in folder.glob(f"{kind}-*.json*"):  # also those only half written
             file.unlink(missing_ok=True)
 
 
@@ -100,7 +99,7 @@ def _without(values: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _ask(folder: str, parameters: dict[str, Any]) -> str:
-    """What Slurm has against a job; "" if nothing."""
+    """Return why Slurm would not take a job; "" if it would."""
     executor = submitit.SlurmExecutor(folder=folder)
     executor.update_parameters(**written(parameters))
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
@@ -111,7 +110,7 @@ def _ask(folder: str, parameters: dict[str, Any]) -> str:
 
 
 def _words(text: str) -> str:
-    """What Slurm itself said, of all that is said around it."""
+    """Return Slurm's own messages from an output that contains more."""
     marks = ("sbatch: error:", "allocation failure:", "sbatch:")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = [line for line in lines if line.startswith(marks)] or lines[-1:]
