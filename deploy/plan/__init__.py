@@ -1,4 +1,4 @@
-"""Plans what each node runs, from the inventory and the facts of the hosts; pure, except for gathering these.
+"""Plan what each node runs, from the inventory and the facts of the hosts; only gathering the facts does I/O.
 
-It may import `inventory`, `training`, and the folders of `deploy` up to `environment`.
+This folder may import `inventory`, `training`, and the folders of `deploy` up to `environment`.
 """

@@ -1,4 +1,4 @@
-"""The facts of the hosts, and whether a job can start on them."""
+"""Gather the facts of the hosts, and check whether a job can start on them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from nodekit.training.reporting.trackers import TRACKERS
 
 NEEDED_BYTES = 100 * 1024**2
 FACTS_TIMEOUT_S = 15.0
-SMI_TIMEOUT_S = 15.0  # it takes a second per GPU and more where persistence mode is off
-MAX_SKEW_S = 2.0  # in an export, a node counts as lost 3 s after its keepalive
-PINGS = 3  # the shortest round trip of these is the best estimate of the clock
+SMI_TIMEOUT_S = 15.0  # without persistence mode, nvidia-smi takes a second or more per GPU
+MAX_SKEW_S = 2.0  # an exported script uses torchrun, which counts a node as lost 3 s after its keepalive
+PINGS = 3  # the one with the shortest round trip gives the best estimate of the clock
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Facts:
     torch: str | None
     """The version of torch there; None: no torch."""
     torch_build: str = ""
-    """What it was built for: ``cuda 12.8``, ``hip 6.4``, ``cpu``; "" where unknown."""
+    """The platform torch was built for: ``cuda 12.8``, ``hip 6.4``, ``cpu``; "" if unknown."""
     modules: tuple[str, ...]
     """Installed libraries of engines and trackers."""
     clock_offset_s: float
@@ -65,12 +65,12 @@ class Facts:
     """Address of another host → the source address used to reach it."""
     gpus: HostGpus
     workdir: str
-    """Absolute."""
+    """Absolute path."""
     workdir_problem: str | None
     workdir_errno: str = ""
-    """Its name, as EACCES."""
+    """The name of the problem's errno, such as EACCES."""
     workdir_id: str = ""
-    """What `hostfacts.folders` finds the hosts by that share the folder."""
+    """By which `hostfacts.folders` recognises hosts that share the folder."""
     free_bytes: int = 0
     rsync: bool
     boot_id: str
@@ -87,12 +87,12 @@ class Facts:
     def install(self, packages: str) -> str:
         """Return the command that installs packages for this python, as pip may there."""
         command = f"{self.executable} -m pip install {packages}"
-        if self.pip == "managed":  # Debian's, Ubuntu's: it refuses, and tells to make a venv
+        if self.pip == "managed":  # on Debian and Ubuntu: this pip refuses to install outside of a venv
             venv = f"{self.executable} -m venv --system-site-packages ~/venv"
             return (
                 f"{venv} && ~/venv/bin/python -m pip install {packages}, and set `python: ~/venv/bin/python`"
             )
-        # Environments of uv have none.
+        # Environments that uv creates have no pip.
         return f"{self.executable} -m ensurepip && {command}" if self.pip == "none" else command
 
     @property
@@ -108,10 +108,10 @@ def gather(
     peers: Mapping[str, tuple[str, ...]],
     files: Sequence[str] = (),
 ) -> dict[str, Facts]:
-    """Ask every host at once for its facts; `files` are those that the command runs there.
+    """Ask all hosts in parallel for their facts; `files` are the files that the command runs there.
 
     Raises:
-        KitError: with one line per host that gave none.
+        KitError: with one line per host that gave no facts.
     """
     hosts = {host.name: host for host in inventory.hosts}
 
@@ -149,7 +149,7 @@ def _ask_time(channel: HostChannel) -> tuple[float, float]:
 
 
 def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: float) -> Facts:
-    """Facts from what a host has answered; pure."""
+    """Return the facts of a host from its answer; pure."""
     own = {each.name: found[each.name] for each in fields(Facts) if each.name in found}
     own |= {
         "modules": tuple(found["modules"]),
@@ -162,7 +162,7 @@ def facts_from(host: str, found: Mapping[str, Any], *, rtt_s: float, offset_s: f
 
 
 def enter_what_is_there(channels: Mapping[str, HostChannel], inventory: Inventory) -> dict[str, str]:
-    """Switch channels to the inventory's environments; returns host → interpreter of those not built yet."""
+    """Switch channels to the inventory's environments; return host → interpreter for those not built yet."""
     if inventory.environment is None:
         return {}
     from nodekit.deploy.environment import environment  # most inventories have none
@@ -175,7 +175,7 @@ def enter_what_is_there(channels: Mapping[str, HostChannel], inventory: Inventor
 
 
 def without_software(findings: Iterable[Finding], unmade: Collection[str]) -> list[Finding]:
-    """Return the findings without those of the software of hosts whose environment is not built yet."""
+    """Return the findings except those about software on hosts whose environment is not built yet."""
     return [each for each in findings if each.check != "software" or not set(each.hosts) <= set(unmade)]
 
 
@@ -193,17 +193,17 @@ def examine(
     """Return everything that would keep the job from running, as errors; pure.
 
     Args:
-        inventory: what the cluster is.
-        facts: of the hosts that are to run it.
-        others: the versions of torch on hosts that run it already.
+        inventory: describes the cluster.
+        facts: of the hosts that will run the job.
+        others: the versions of torch on hosts that run the job already.
     """
     return [HostError(each.host, *each.problem) for each in needed(inventory, facts, others=others)]
 
 
 def needed(inventory: Inventory, facts: Mapping[str, Facts], *, others: Sequence[str] = ()) -> list[Finding]:
-    """Return everything that would keep the job from running, as findings, by the same; pure."""
+    """Return everything that would keep the job from running, as findings; arguments as for `examine`; pure."""
     problems: list[Finding] = []
-    # Those who run it first: of as many, the first is the most common.
+    # Hosts that run the job already come first: in a tie, `most_common` returns the first version.
     torches = collections.Counter([*others, *(found.torch for found in facts.values() if found.torch)])
     common = torches.most_common(1)[0][0] if torches else None
     for host in inventory.hosts:
@@ -223,7 +223,7 @@ def needed(inventory: Inventory, facts: Mapping[str, Facts], *, others: Sequence
 
 
 def clocks(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Return a finding per host on its clock, compared with the others'; pure. kit's own rendezvous does without."""
+    """Return a finding per host about its clock, compared with the others'; pure. kit's rendezvous needs no clocks."""
     if not facts:
         return []
     middle = _middle_clock(list(facts.values()))
@@ -247,10 +247,10 @@ def clocks(facts: Mapping[str, Facts]) -> list[Finding]:
 def addresses(
     inventory: Inventory, facts: Mapping[str, Facts], peers: Mapping[str, tuple[str, ...]]
 ) -> list[Finding]:
-    """Return hosts whose interface has further addresses, of which the backends would take another one; pure.
+    """Return a warning for each host whose interface has several addresses, and a backend would use a wrong one; pure.
 
-    Both are given an interface, and take its first address: gloo of any family, NCCL of the family that kit sets. There
-    is no variable for the address itself.
+    gloo and NCCL are given an interface, and use its first address: gloo of any family, NCCL of the family that kit
+    sets. Neither has a variable for the address itself.
     """
     hosts = [host for host in inventory.hosts if host.name in facts]
     chosen, _ = choose_interfaces(inventory, hosts, facts, peers)
@@ -284,7 +284,7 @@ def addresses(
 
 
 def _middle_clock(facts: Sequence[Facts]) -> Facts:
-    """Return the host with the median clock, as ours may be wrong; of two, the one closer to ours."""
+    """Return the facts of the host with the median clock, as our own may be wrong; of two, the one closer to ours."""
     if len(facts) == 2:
         return min(facts, key=lambda found: abs(found.clock_offset_s))
     return sorted(facts, key=lambda found: found.clock_offset_s)[(len(facts) - 1) // 2]
@@ -364,7 +364,7 @@ def _file_problem(host: Host, found: Facts, inventory: Inventory) -> Problem | N
     code = Path(inventory.job.code).expanduser().resolve()
     if not Path(name).is_absolute():
         if "PATH" in {**host.env, **inventory.job.env}:
-            return None  # the ranks have another PATH
+            return None  # the ranks' PATH is not the one that was searched
         return Problem(
             f"no program {name} on its PATH, and no such file in {code}, the folder that is synced",
             cure="install it there, or give its path",
@@ -381,7 +381,7 @@ def choose_interfaces(
     facts: Mapping[str, Facts],
     peers: Mapping[str, tuple[str, ...]],
 ) -> tuple[dict[str, tuple[str, str]], dict[str, HostError]]:
-    """Return host → interface and address (`choose_interface`), and host → why there is none; pure."""
+    """Return host → interface and address (`choose_interface`), and host → error if there is none; pure."""
     chosen: dict[str, tuple[str, str]] = {}
     problems: dict[str, HostError] = {}
     for host in hosts:
@@ -395,8 +395,8 @@ def choose_interfaces(
 def choose_interface(host: Host, found: Facts, network: Any, peers: tuple[str, ...]) -> tuple[str, str]:
     """Return the interface for the job's traffic on a host, and its address; pure.
 
-    The one the inventory names, else the one with an address in `network:`, else the one that routes to the
-    other hosts.
+    It is the interface that the inventory names, else the one with an address in `network:`, else the one that routes
+    to the other hosts.
 
     Raises:
         HostError: there is no such interface, or no single one.

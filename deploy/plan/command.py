@@ -1,4 +1,4 @@
-"""The command of a rank: the user's, in the node's own interpreter; and the options of kit's training module in it."""
+"""Build the command of a rank from the user's, and read the options of kit's training module in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LAUNCHERS = {
 }  # fmt: skip
 
 
-# Not double braces, which are other tools' templates, nor `${node}`, which is for a shell or Hydra.
+# Neither double braces, which other tools use in templates, nor `${node}`, which is for a shell or Hydra.
 _WORD = re.compile(r"(?<![{$])\{(snapshot_dir|run_id|node)\}(?!\})")
 
 
@@ -38,20 +38,21 @@ def argv_of(
 ) -> tuple[str, ...]:
     """Return the command of a rank: the command line's, the inventory's, or the training module.
 
-    ``python train.py`` is ``train.py``, and so with ``-m``: begun in the node's own interpreter, unbuffered. As under
-    torchrun, a script is Python whatever its name, its ``#!`` and its mode are; other programs are executed.
+    ``train.py`` and ``python train.py`` are the same, and so with ``-m``: the node's own interpreter runs them,
+    unbuffered. As under torchrun, a Python script need not end in .py, have a ``#!`` line or be executable. Other
+    programs are executed.
 
     Args:
-        inventory: its `job.code` is where a script is looked at.
-        command: the user's, in place of the inventory's.
+        inventory: scripts are looked for in its `job.code`.
+        command: the command line's, which replaces the inventory's.
         kinds: absolute path → its `programs.kind` on the hosts.
 
     Raises:
-        KitError: it is another launcher.
+        KitError: the command is another launcher, such as torchrun.
     """
     argv = tuple(command or inventory.job.command or TRAINING_MODULE)
     begin = 2 if argv[:2] == (PYTHON, "-u") else 1 if argv[0] == PYTHON else 0
-    target = argv[begin:] or argv  # the interpreter alone is like any other program
+    target = argv[begin:] or argv  # `python` without arguments is like any other program
     _refuse_launcher(target)
     name = target[0]
     is_script = begin > 0 and len(argv) > begin and not name.startswith("-")
@@ -69,7 +70,7 @@ def argv_of(
 def argv_on(
     inventory: Inventory, command: Sequence[str] | None, facts: Mapping[str, Facts]
 ) -> tuple[str, ...]:
-    """Return `argv_of`, by what the hosts say of the files that the command runs."""
+    """Return `argv_of`, with the kinds of files that the facts of the hosts contain."""
     return argv_of(inventory, command, next((found.files for found in facts.values() if found.files), {}))
 
 
@@ -106,14 +107,14 @@ def refuse_options(
     """Check the options of the training module, if the command runs it.
 
     Args:
-        argv: what would run.
-        code: the folder that is synced: rows of text in it are looked at, too.
+        argv: the command of a rank.
+        code: the folder that is synced; the text task's data in it are read too.
         world_size: the number of ranks.
-        env: their environment.
-        modules: host → the installed ones of engine_info.LIBRARIES and trackers.TRACKERS.
+        env: the environment of the ranks.
+        modules: host → which of engine_info.LIBRARIES and trackers.TRACKERS are installed there.
 
     Raises:
-        KitError: the module would refuse them.
+        KitError: the module would refuse the options or the data.
     """
     asked = training_options(argv, {**env, "WORLD_SIZE": str(world_size)}, code)
     if asked is None:
@@ -127,7 +128,7 @@ def refuse_options(
     if without := [host for host, problem in problems.items() if problem]:
         raise KitError(f"{', '.join(without)}: {problems[without[0]]}")
     if asked.task != "text" or asked.data is None or Path(asked.data).is_absolute():
-        return  # a folder outside of the code is the hosts' own
+        return  # only the hosts have a folder outside of the code
     if (code / asked.data).is_dir():
         try:
             read_splits(code / asked.data)
@@ -138,10 +139,10 @@ def refuse_options(
 def training_options(argv: Sequence[str], env: Mapping[str, str], code: Path | None = None) -> Options | None:
     """Return the training module's options in a command; None for another command, or for its --help.
 
-    With ``code``, the folder that is synced, the files in it that the options name are read too.
+    With ``code``, the folder that is synced, also read the files in it that the options name.
 
     Raises:
-        KitError: the module would refuse them.
+        KitError: the module would refuse the options.
     """
     if tuple(argv[2:4]) != TRAINING_MODULE:
         return None
@@ -155,11 +156,11 @@ def training_options(argv: Sequence[str], env: Mapping[str, str], code: Path | N
 
 
 def weights_folders(node: Mapping[str, Any], weights: str) -> list[str]:
-    """Where a node of a run may have its weights: pure, from its plan on record."""
+    """Return the folders where a node of a run may have its weights, from its recorded plan; pure."""
     asked = training_options(node["argv"], node["env"])
     if asked is None or asked.output is None:
         return [posixpath.join(node["env"]["NODEKIT_OUTPUT_DIR"], weights)]
     output = posixpath.join(node["code_dir"], str(asked.output))
-    # Ranks may be given to nodes in another order than the inventory's, so it may be any of these.
+    # The order of node ranks may differ from the inventory's, so it may be any of these folders.
     own = [output, *(posixpath.join(output, f"node{rank}") for rank in range(1, node["max_nodes"]))]
     return [posixpath.join(each, weights) for each in own]

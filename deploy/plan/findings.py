@@ -1,4 +1,4 @@
-"""A finding of `kit check`: one cell of its table."""
+"""Findings of `kit check`: the cells of its table."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Finding:
     cure: str = ""
     """The command to run, or the line of the inventory to change."""
     hosts: tuple[str, ...] = ()
-    """The rows that it applies to; default: `host`."""
+    """The rows to which the finding applies; default: `host`."""
 
     @property
     def problem(self) -> Problem:
-        """The finding without the host; its `str` is a line."""
+        """The finding without the host; `str` formats it as a line."""
         return Problem(self.found, self.wanted, self.cure)
 
     def __post_init__(self) -> None:
@@ -41,14 +41,14 @@ class Finding:
 def failures(
     check: str, host: str, error: KitError, wanted: str, hosts: tuple[str, ...] = ()
 ) -> list[Finding]:
-    """Return the findings that an error makes.
+    """Convert an error to findings.
 
     Args:
         check: the column.
-        host: the row, for an error that names none itself.
-        error: one, or several in one.
-        wanted: for an error that does not say it.
-        hosts: the rows that it applies to, for an error that names none.
+        host: the row, for an error that names no host.
+        error: a single error, or a `KitErrors`.
+        wanted: what was wanted, for an error that does not say so.
+        hosts: the rows to which the finding applies, for an error that names no host.
     """
     return [
         Finding(

@@ -1,4 +1,4 @@
-"""Which GPUs each node's ranks use, the variables that show them those alone, and what keeps them from it; pure."""
+"""Assign GPUs to each node's ranks, build the variables that hide all others, and find problems with them; pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Gpu:
     """A GPU, or a MIG instance of one, that a job may use."""
 
     index: int
-    """The GPU's number to nvidia-smi."""
+    """The GPU's index in nvidia-smi."""
     token: str
-    """Its entry in CUDA_VISIBLE_DEVICES: the number, or the UUID that the host's own variable has."""
+    """The GPU's entry in CUDA_VISIBLE_DEVICES: its index, or the UUID if the host's own variable has that."""
     name: str = ""
     memory_mib: int = 0
 
@@ -35,27 +35,27 @@ class HostGpus:
     driver: str = ""
     """The version of NVIDIA's driver; "" without one."""
     cuda: str | None = None
-    """The CUDA version of the libcuda that a process there loads; None where it is not known."""
+    """The CUDA version of the libcuda that a process there loads; None if unknown."""
     preset: str | None = None
     """CUDA_VISIBLE_DEVICES as it is set on the host."""
     problem: str = ""
-    """Why GPUs that are there could not be listed."""
+    """Why the host's GPUs could not be listed; "" if they were."""
     kind: str = NVIDIA
-    """Of `ACCELERATORS`."""
+    """A key of `ACCELERATORS`."""
 
     @property
     def row(self) -> Accelerator:
-        """What is known of their kind."""
+        """The entry of `ACCELERATORS` for these GPUs."""
         return ACCELERATORS[self.kind]
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> HostGpus:
-        """Read an answer."""
+        """Convert the answer of a host."""
         return cls(**{**answer, "usable": tuple(Gpu(**each) for each in answer["usable"])})
 
 
 def share(hosts: Sequence[Host], found: Mapping[str, HostGpus]) -> dict[str, tuple[Gpu, ...]]:
-    """Return the GPUs of each host: those in the inventory, or all. Local hosts share the machine's evenly.
+    """Return the GPUs of each host: those in the inventory, or all. Local hosts share the machine's GPUs evenly.
 
     If there are fewer GPUs than local hosts, none gets one: NCCL does not allow two ranks on a GPU.
     """
@@ -76,10 +76,10 @@ def share(hosts: Sequence[Host], found: Mapping[str, HostGpus]) -> dict[str, tup
 
 
 def for_ranks(host: Host, own: Sequence[Gpu], nproc_per_node: int | None) -> tuple[Gpu, ...]:
-    """Return those of a node's GPUs that its ranks see.
+    """Return which of a node's GPUs its ranks see.
 
-    One rank sees all of them, as DataParallel wants, and so do ranks whose host names its GPUs. Otherwise they see one
-    each: a rank that takes another one's memory, or a process that takes those left over, is not wanted.
+    A single rank sees all of them, as DataParallel requires, and so do ranks whose host names its GPUs. Otherwise there
+    is one for each rank: no process should use the memory of a further GPU.
     """
     if nproc_per_node is None or nproc_per_node == 1 or host.gpus is not None:
         return tuple(own)
@@ -87,7 +87,7 @@ def for_ranks(host: Host, own: Sequence[Gpu], nproc_per_node: int | None) -> tup
 
 
 def environment(found: HostGpus, own: Sequence[Gpu]) -> dict[str, str]:
-    """Return the variables that show the ranks their GPUs alone, numbered as nvidia-smi numbers them."""
+    """Return the variables that show the ranks only their own GPUs, in the order of nvidia-smi."""
     if not found.usable:
         return {}
     return {
@@ -98,13 +98,13 @@ def environment(found: HostGpus, own: Sequence[Gpu]) -> dict[str, str]:
 
 
 def problem(host: Host, found: HostGpus, torch: str, torch_build: str) -> Problem | None:
-    """Return what keeps the job from the GPUs that the inventory, or their mere presence, says it uses.
+    """Return why the job cannot use the GPUs that the inventory names, or all if it names none; None if it can.
 
     Args:
-        host: of the inventory.
-        found: on that host.
-        torch: its version there.
-        torch_build: what it was built for, as `hostfacts.torch_build`.
+        host: the host in the inventory.
+        found: the GPUs of that host.
+        torch: the version of torch there.
+        torch_build: the platform torch was built for, as `hostfacts.torch_build`.
     """
     if host.gpus in (0, ()):
         return None
@@ -164,7 +164,7 @@ def _no_code(found: HostGpus, torch: str, torch_build: str) -> Problem | None:
     oldest = OLDEST_DRIVERS.get(int(version.partition(".")[0])) if kind == "cuda" else None
     if oldest is None or _numbers(found.driver) >= oldest:
         return None
-    if found.cuda and _numbers(found.cuda) >= _numbers(version):  # by forward compatibility
+    if found.cuda and _numbers(found.cuda) >= _numbers(version):  # works by CUDA's forward compatibility
         return None
     wanted = ".".join(str(part) if place == 0 else f"{part:02}" for place, part in enumerate(oldest))
     return Problem(

@@ -24,7 +24,7 @@ from nodekit.training.errors import SAFE_TORCH, is_safe
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlan:
-    """What one node will run."""
+    """The plan of one node: its ranks, addresses, GPUs, environment and folders."""
 
     name: str
     node_rank: int
@@ -62,11 +62,11 @@ class Plan:
     nodes: tuple[NodePlan, ...]
 
     def to_json(self) -> str:
-        """The plan for programs: an object with ``run_id`` and ``nodes``."""
+        """Return the plan as a JSON object with ``run_id`` and ``nodes``."""
         return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
 
     def to_text(self) -> str:
-        """The plan for people: a block per node."""
+        """Return the plan as text for the user, with a block per node."""
         spares = len(self.nodes) - len(self.active)
         blocks = [
             f"run {self.run_id}: {count(len(self.active), 'node')}, world size {self.world_size}"
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """The number of workers when all nodes are there."""
+        """The number of workers when all active nodes are present."""
         return sum(node.nproc_per_node for node in self.active)
 
 
@@ -121,13 +121,13 @@ def build(
     """Build the plan of a run. Hosts without facts are left out, and keep their node_rank.
 
     Args:
-        peers: host → addresses of the others, as `facts` has routes to them.
-        master_port: found free on the first of them.
-        command: the user's, in place of the inventory's.
-        others: node → GPUs of those that are in the job already.
+        peers: host → addresses of the other hosts, for which `facts` has routes.
+        master_port: a free port on the first host.
+        command: the command line's, which replaces the inventory's.
+        others: node → GPUs, for nodes that are in the job already.
 
     Raises:
-        KitError: with one line for each host without a single interface, or with GPUs unlike the others.
+        KitError: with a line for each host that has no single interface, no GPU while others have, or fewer than ranks.
     """
     hosts = [host for host in inventory.hosts if host.name in facts]
     argv = argv_on(inventory, command, facts)
@@ -173,7 +173,7 @@ def build(
 
 
 def _refuse_unsafe_torch(argv: Sequence[str], facts: Mapping[str, Facts]) -> None:
-    """Raise these errors, where kit's own training module would load snapshots with a torch that is not safe."""
+    """Raise KitError if kit's training module would load snapshots with a version of torch that may run their code."""
     if tuple(argv[2:4]) != TRAINING_MODULE:
         return
     wanted = (
@@ -200,7 +200,7 @@ def _refuse(
     nproc_per_node: int | None,
     others: Mapping[str, Collection[int]],
 ) -> None:
-    """Raise these errors, and those of hosts whose GPUs are fewer than others' or than their ranks."""
+    """Raise the given errors, and those of hosts with fewer GPUs than ranks, or with none while others have some."""
     errors: list[KitError] = [*unclear]
     for name in (name for name, own in gpus.items() if own):
         if (nproc_per_node or 0) > len(gpus[name]):
@@ -233,7 +233,7 @@ def _environment(
     node_dir: str,
     given: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the variables of a node's workers: ``given``, those that kit sets besides, and over them the user's."""
+    """Return the variables of a node's workers: ``given`` and kit's further ones, which the user's override."""
     env = {
         **given,
         "NODEKIT_RUN_ID": run_id,
@@ -253,7 +253,7 @@ def _environment(
     users = {**host.env, **inventory.job.env}
     env |= users
     if {found.gpus.row.variable, *found.gpus.row.also} & users.keys():
-        env.pop("NODEKIT_NUM_GPUS", None)  # the user says what the ranks see
+        env.pop("NODEKIT_NUM_GPUS", None)  # the user chooses which GPUs the ranks see
     return env
 
 
@@ -261,7 +261,7 @@ def moved(node: NodePlan, inventory: Inventory, found: Facts, peers: Sequence[st
     """Return a node's plan after its host has come back, perhaps with another address or interface.
 
     Raises:
-        HostError: it has no single interface.
+        HostError: the host has no single interface.
     """
     host = next(each for each in inventory.hosts if each.name == node.name)
     interface, address = choose_interface(host, found, inventory.network, tuple(peers))
@@ -320,16 +320,16 @@ def spec_of(
 
 
 def sockets(interface: str, address: str) -> dict[str, str]:
-    """Return the variables by which gloo and NCCL find the interface, and NCCL the family of the address.
+    """Return the variables that name the interface for gloo and NCCL, and the address family for NCCL.
 
-    NCCL's has an `=`, as eth1 alone would match eth10, too.
+    NCCL's value begins with `=`, as eth1 alone would match eth10, too.
     """
     names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {**names, "NCCL_SOCKET_FAMILY": "AF_INET6"} if ":" in address else names
 
 
 def _remark(key: str, value: str) -> str:
-    """Return what a variable's value does not say by itself, for people."""
+    """Return an explanation of a variable's value that is not plain by itself, as a comment; else ""."""
     is_exact = key == "NCCL_SOCKET_IFNAME" and value.startswith("=")
     return f"   # {value} means exactly this name" if is_exact else ""
 

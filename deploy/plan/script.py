@@ -1,4 +1,4 @@
-"""Finds the job's script and its imports by parsing the code on this machine; runs nothing."""
+"""Find the job's script and its imports by parsing the code on this machine; runs nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from nodekit.deploy.sync import selection
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Inventory
 
-MAX_FILES = 500  # limit of the project's files that are parsed
-_MAX_ENTRIES = 20_000  # limit of the project's folders that are searched for a module
+MAX_FILES = 500  # the most files of the project that are parsed
+_MAX_ENTRIES = 20_000  # the most folders of the project that are searched for a module
 _SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
 # Options whose value is the next word, and options without a script.
 _SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
@@ -49,14 +49,14 @@ class Script:
     """Name in the command; "" if there is no script to examine."""
     source: str = ""
     imports: tuple[str, ...] = ()
-    """Top-level modules that it and its own modules import, without those in the code."""
+    """Top-level modules that the script and its own modules import, without those in the code."""
 
 
 def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
     """Return the job's Python file in the code; None for a module, a program, or a file that only hosts have.
 
     Raises:
-        KitError: it, or another file that the command needs, would not be on the hosts.
+        KitError: the file, or another one that the command needs, would not be on the hosts.
     """
     argv = argv_of(inventory, command)
     code = Path(inventory.job.code).expanduser()
@@ -65,21 +65,21 @@ def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
     for name in _needed(argv)[1]:
         if not Path(name).is_absolute():
             _refuse_absent(code, name, argv)
-    # A leading dash is -m or an option of the interpreter.
+    # A leading dash means -m or an option of the interpreter.
     if argv[:2] != (PYTHON, "-u") or len(argv) < 3 or argv[2].startswith("-"):
         return None
     path = code / argv[2]
     if Path(argv[2]).is_absolute():
         return None
     path = path / "__main__.py" if path.is_dir() else path
-    return None if b"\0" in path.read_bytes() else path  # an archive, or compiled
+    return None if b"\0" in path.read_bytes() else path  # None for a zip archive, or compiled code
 
 
 def hosts_own(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the files that a command needs and only the hosts have: absolute paths, programs on the PATH.
 
     Args:
-        argv: what a rank runs (`argv_of`).
+        argv: the command of a rank (`argv_of`).
     """
     programs, files = _needed(argv)
     return (*programs, *(each for each in files if Path(each).is_absolute()))
@@ -90,7 +90,7 @@ def _needed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     program, *words = argv
     found: tuple[list[str], list[str]] = ([], [program]) if "/" in program else ([program], [])
     if program == PYTHON:
-        found = [], []  # the node's own
+        found = [], []  # it stands for the node's own interpreter
     name = Path(program).name
     script = None
     if name == "env":
@@ -123,7 +123,7 @@ def _first_operand(words: Sequence[str], *, valued: re.Pattern[str]) -> str | No
 
 @contextlib.contextmanager
 def _told(path: Path, cure: str) -> Iterator[None]:
-    """Raise KitError where a path cannot be read: nothing else is known of it."""
+    """Raise an OSError in the context as a KitError: the path cannot be read."""
     try:
         yield
     except OSError as error:
@@ -177,7 +177,7 @@ def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
     if (path := find(inventory, command)) is not None:
         roots = [path.parent, code]
     elif argv[:3] != (PYTHON, "-u", "-m") or argv[2:4] == TRAINING_MODULE or len(argv) < 4:
-        return Script()  # what the training module needs besides torch, `refuse_options` knows
+        return Script()  # `refuse_options` checks what the training module needs besides torch
     else:
         module = argv[3]
         path = _file_of([code], module.split("."))
@@ -191,7 +191,7 @@ def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
 
 
 def spawns(source: str) -> bool:
-    """Whether a script calls ``torch.multiprocessing.spawn``, by a usual name: it starts its ranks itself."""
+    """Whether a script calls ``torch.multiprocessing.spawn``, by a usual name, and so starts its ranks itself."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -202,7 +202,7 @@ def spawns(source: str) -> bool:
 
 
 def without_own(script: Script, missing: Sequence[str], code: Path) -> list[str]:
-    """Return the missing modules that are nowhere in the project, as some scripts change sys.path."""
+    """Return the missing modules that are not anywhere in the project; a script may add such a folder to sys.path."""
     left = set(missing) if script.source else set()
     for number, (_, folders, files) in enumerate(os.walk(code)):
         if not left or number > _MAX_ENTRIES:
@@ -213,7 +213,7 @@ def without_own(script: Script, missing: Sequence[str], code: Path) -> list[str]
 
 
 def _outside(script: Path, roots: list[Path]) -> set[str]:
-    """Follow imports through the project's own files, to those that leave it."""
+    """Follow imports through the project's own files; return the top-level modules that are outside of it."""
     outside: set[str] = set()
     waiting, seen = [script], {script}
     while waiting and len(seen) <= MAX_FILES:
@@ -246,9 +246,9 @@ def _file_of(roots: Sequence[Path], parts: Sequence[str]) -> Path | None:
 
 
 def _imports(body: Sequence[ast.stmt]) -> Iterator[tuple[int, list[str]]]:
-    """Return the unconditional imports of a module: (level, parts of the name).
+    """Yield the unconditional imports of a module: (level, parts of the name).
 
-    Not those in functions, in an `if` (a version, TYPE_CHECKING), or in a `try` that is ready to do without.
+    Leave out those in functions, in an `if` (a version, TYPE_CHECKING), or in a `try` that catches their failure.
     """
     for statement in body:
         if isinstance(statement, ast.Import):
