@@ -1,6 +1,6 @@
-"""Accept connections until closed, whatever goes wrong, and keep few of those that have not shown who they are.
+"""Accept connections until closed, whatever goes wrong, and bound the number of unauthenticated ones.
 
-Anyone who reaches a port can open connections to it and say nothing: each would hold a descriptor and a thread for
+Anyone who can reach a port can open connections to it and stay silent: each would hold a descriptor and a thread for
 ever.
 """
 
@@ -14,15 +14,15 @@ import time
 from typing import Callable, List, Optional
 
 HANDSHAKE_S = 10.0
-"""How long a connection has for its whole handshake, however it divides its bytes."""
+"""The longest time for a whole handshake, however slowly its bytes arrive."""
 MOST_UNPROVEN = 64
 YOUNG_S = 0.25
-"""For so long none is ended for want of room: all nodes of a large job call at once."""
-_PAUSE_S = 0.1  # after an error: there may be no descriptors left for a while
+"""A younger connection is not closed for lack of room: all nodes of a large job connect at once."""
+_PAUSE_S = 0.1  # after an error, as there may be no descriptors left for a while
 
 
 class Caller:
-    """A connection that was accepted, and what is known of who is at its other end."""
+    """An accepted connection, its peer's address, and whether the peer is authenticated."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.connection = connection
@@ -30,14 +30,14 @@ class Caller:
         self.came = time.monotonic()
         self.is_proven = self.is_ended = False
         self.thread: threading.Thread
-        """That serves it."""
+        """The thread that serves the connection."""
 
 
 class Acceptor:
-    """Accepts on a listening socket, and serves each connection in a thread of its own.
+    """Accepts connections on a listening socket, and serves each in a thread of its own.
 
-    A connection that is not proven is ended after `HANDSHAKE_S`. There are at most `MOST_UNPROVEN` of them: for one
-    more the oldest of the address that has most is ended.
+    A connection that is not authenticated (proven) is closed after `HANDSHAKE_S`. There are at most `MOST_UNPROVEN` of
+    them: for one more, the oldest one of the address with the most is closed.
     """
 
     def __init__(
@@ -50,24 +50,24 @@ class Acceptor:
         """Accept from now on.
 
         Args:
-            listener: closed by `close`.
-            serve: called as ``serve(connection, address, proven)``. It calls ``proven()`` once it knows who that is,
-                which raises an OSError if the connection was ended meanwhile; from then on the connection is its to
-                close. One that is not proven is closed when it returns. An OSError, ValueError, KeyError or TypeError
-                ends the connection alone.
+            listener: the listening socket; `close` closes it.
+            serve: called as ``serve(connection, address, proven)``. It calls ``proven()`` once the peer is
+                authenticated, which raises an OSError if the connection was closed meanwhile. From then on ``serve``
+                must close the connection; before that, the acceptor does when ``serve`` returns. An OSError,
+                ValueError, KeyError or TypeError ends this connection only.
             name: of the threads.
         """
         self._listener = listener
         self._function = serve
         self._name = name
         self._changed = threading.Condition()
-        self._unproven: List[Caller] = []  # the oldest comes first
+        self._unproven: List[Caller] = []  # oldest first
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no more, and end what is not proven; what is proven goes on."""
+        """Stop accepting, and close the connections that are not proven; those that are go on."""
         self._closed.set()
         with self._changed:
             self._changed.notify()
@@ -89,7 +89,7 @@ class Acceptor:
                 connection, address = self._listener.accept()
             except socket.timeout:
                 continue
-            except OSError:  # the caller has gone already, or no descriptor is left: that is not our end
+            except OSError:  # the caller has gone already, or no descriptor is left: go on
                 with self._changed:
                     if self._unproven:
                         self._end(self._in_the_way())
@@ -111,7 +111,7 @@ class Acceptor:
         try:
             self._function(caller.connection, caller.address, lambda: self._prove(caller))
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # it is gone, or is not one of us
+            pass  # the caller has gone, or does not speak kit's protocol
         finally:
             if not caller.is_proven:
                 with self._changed:
@@ -127,7 +127,7 @@ class Acceptor:
             self._changed.notify()
 
     def _wait_for_room(self) -> Optional[float]:
-        """Until one more may come; how many seconds it may take until the next one's time is over, None without any."""
+        """Wait for room for one more; return the seconds until the next handshake times out, None if there is none."""
         with self._changed:
             while self._unproven and not self._closed.is_set():
                 now = time.monotonic()
@@ -143,16 +143,16 @@ class Acceptor:
         return None
 
     def _in_the_way(self) -> Caller:
-        """The oldest connection of the address that has most: a stranger's are to be in his own way first."""
+        """Return the oldest connection of the address with the most, so that a flood displaces itself first."""
         numbers = collections.Counter(each.address for each in self._unproven)
         most = max(numbers.values())
         return next(each for each in self._unproven if numbers[each.address] == most)
 
     def _end(self, caller: Caller) -> None:
-        """Have its thread find it closed; the descriptor is that thread's to close."""
+        """Shut the connection down, which its thread notices; that thread closes the descriptor."""
         if not caller.is_ended:
             caller.is_ended = True
             self._unproven.remove(caller)
             self._changed.notify()
-            with contextlib.suppress(OSError):  # the other end was faster
+            with contextlib.suppress(OSError):  # the other end has closed it already
                 caller.connection.shutdown(socket.SHUT_RDWR)

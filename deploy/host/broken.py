@@ -1,4 +1,4 @@
-"""Remember that this host is broken, in its work folder, until somebody says that it is mended."""
+"""Remember in the work folder that this host is broken, until a user says that it is repaired."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nodekit.deploy.host import files
 
 
 class Broken(TypedDict):
-    """What a run has found broken."""
+    """A fault of this host that a run has found."""
 
     run: str
     why: str
@@ -21,7 +21,7 @@ class Broken(TypedDict):
 
 
 def remember(workdir: str, node: str, run: str, why: str) -> None:
-    """Write down that a run has let go of this host, and why."""
+    """Record that a run has dropped this host, and why."""
     path = _path(workdir)
     files.make_private(os.path.dirname(path))
     known = recall(workdir)
@@ -30,13 +30,13 @@ def remember(workdir: str, node: str, run: str, why: str) -> None:
 
 
 def recall(workdir: str) -> Dict[str, Broken]:
-    """Return what is known: the node's name in that run → what is broken; {} of a host that is fit."""
+    """Return the known faults: the node's name in that run → the fault; {} for a healthy host."""
     found = files.load(_path(workdir))
     return found if isinstance(found, dict) else {}
 
 
 def forgive(workdir: str) -> Dict[str, Broken]:
-    """Forget it; what was known, as of `recall`."""
+    """Forget all faults; return them, as `recall`."""
     found = recall(workdir)
     if found:
         os.unlink(_path(workdir))
@@ -44,5 +44,5 @@ def forgive(workdir: str) -> Dict[str, Broken]:
 
 
 def _path(workdir: str) -> str:
-    """Each host has its own file, for hosts may share the folder."""
+    """Return the path of this host's own file, as hosts may share the folder."""
     return os.path.join(os.path.expanduser(workdir), "broken", socket.gethostname() + ".json")

@@ -1,7 +1,7 @@
 """Keep the current status of each node in a file of events: one line of kind ``status``, rewritten in place.
 
-All other lines are only appended, so readers that go by offset are not disturbed: a status line has room to grow, and
-where that is too little another line further on takes its place. A torn read fails the line's CRC and is retried.
+All other lines are only appended, so that offsets stay valid: a status line is padded with room to grow, and if that is
+too little, another line at the end of the file replaces it. A torn read fails the line's CRC and is retried.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from nodekit.deploy.host import files
 from nodekit.deploy.host.schema import NodeStatus
 
 KIND = "status"
-MOVED = "status-moved"  # what is left where a line had too little room
+MOVED = "status-moved"  # the kind of a line that was replaced by another, for lack of room
 _BEGIN = b'{"kind": "%s", ' % KIND.encode()
 _SUM = b', "sum": '
 _ROOM_BYTES = 1024
-_BEGIN_BYTES = 200  # so much of its first event tells a file from another
+_BEGIN_BYTES = 200  # how much of its first event identifies a file
 _READS = 5
 _REST_S = 0.001
 
 
 def encode(fields: Mapping[str, object], kind: str = KIND) -> bytes:
-    """The line of a status, without its newline: its kind comes first, and last the CRC-32 of all before."""
+    """Return the line of a status without a newline: the kind first, and last the CRC-32 of everything before."""
     told = {name: value for name, value in fields.items() if name not in ("kind", "sum")}
     body = json.dumps(dict(kind=kind, **told)).encode()[:-1]
     return body + _SUM + b"%d}" % binascii.crc32(body)
 
 
 def decode(line: bytes) -> Optional[NodeStatus]:
-    """A status from its line; None for any other line, and for one that is torn."""
+    """Parse the line of a status; None for any other line, and for a torn one."""
     body, _, told = line.rstrip().rpartition(_SUM)
     if not body.startswith(_BEGIN) or told != b"%d}" % binascii.crc32(body):
         return None
     try:
         return cast(NodeStatus, json.loads(body + b"}"))
     except (ValueError, RecursionError):
-        return None  # nobody has torn it, and kit has not written it
+        return None  # its CRC is right, but kit has not written it
 
 
 class StatusFile:
-    """The statuses in one file: read by anyone, written by one at a time. It may be used by several threads."""
+    """The statuses in one file, for any number of readers and one writer at a time; safe for threads."""
 
     def __init__(self, path: str) -> None:
-        """Nothing is read yet, and the file need not be there."""
+        """Read nothing yet; the file need not exist."""
         self._path = path
         self._lock = threading.Lock()
-        self._begin = b""  # of the first event
-        self._end = 0  # how far it was looked through for lines
+        self._begin = b""  # the beginning of the first event
+        self._end = 0  # how far the file was searched for lines
         self._lines: List[_Line] = []
 
     def read(self) -> Dict[str, NodeStatus]:
-        """Each node's; none without a file.
+        """Return node → status; {} without a file.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         with self._lock:
             try:
@@ -76,10 +76,10 @@ class StatusFile:
                 os.close(handle)
 
     def write(self, fields: Mapping[str, object]) -> None:
-        """Have a status stand for its node: of ``run``, ``time``, ``node`` and whatever else.
+        """Write the status of a node; `fields` must have ``run``, ``time`` and ``node``.
 
         Raises:
-            OSError: no event is there yet, or no room for it.
+            OSError: the file has no event yet, or the disk is full.
         """
         data = encode(fields)
         with self._lock:
@@ -95,7 +95,7 @@ class StatusFile:
                         which = {name: fields.get(name) for name in ("run", "time", "node")}
                         own[-1].write(handle, encode(which, MOVED))
                         self._lines.remove(own[-1])
-                os.utime(handle)  # by which hostfollow is woken: once a second, not by each event as well
+                os.utime(handle)  # wakes hostfollow, which watches for this, and so not for every event
             finally:
                 os.close(handle)
 
@@ -106,15 +106,17 @@ class StatusFile:
         handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         try:
             size = os.fstat(handle).st_size
-            if not size:  # a file is known by its first event, which is not to change
+            if not size:  # the first line identifies the file, so it must be an event, which never changes
                 raise OSError(errno.ENODATA, os.strerror(errno.ENODATA), self._path)
-            end = b"" if os.pread(handle, 1, size - 1) == b"\n" else b"\n"  # of a line that a crash has torn
+            end = (
+                b"" if os.pread(handle, 1, size - 1) == b"\n" else b"\n"
+            )  # ends a line that a crash has torn
             files.append_whole(handle, end + data.ljust(room - 1) + b"\n", self._path)
         finally:
             os.close(handle)
 
     def _look_through(self, handle: int) -> None:
-        """Find the lines of what was added since."""
+        """Find the status lines that were added since the last call."""
         size = os.fstat(handle).st_size
         begin = os.pread(handle, _BEGIN_BYTES, 0).partition(b"\n")[0]
         if begin != self._begin or size < self._end:  # another file
@@ -132,7 +134,7 @@ class StatusFile:
 
 
 class _Line:
-    """Where one is, and what it said when it was read last."""
+    """The place of one status line in the file, and its last known status."""
 
     def __init__(self, place: int, data: bytes) -> None:
         self.length = len(data)
@@ -140,7 +142,7 @@ class _Line:
         self._place = place
 
     def is_read(self, handle: int) -> bool:
-        """Read it again; False: it has moved."""
+        """Read the line again; False if another line has replaced it."""
         for _ in range(_READS):
             data = os.pread(handle, self.length, self._place)
             if not data.startswith(_BEGIN):
@@ -159,10 +161,10 @@ _files: Dict[str, StatusFile] = {}
 
 
 def of(folder: str) -> StatusFile:
-    """That of the file of events in a folder; what was found out about the file is kept as long as this process is."""
+    """Return the `StatusFile` of a folder's file of events, the same object for the life of this process."""
     return _files.setdefault(folder, StatusFile(os.path.join(folder, "events.jsonl")))
 
 
 def statuses(folder: str) -> Dict[str, NodeStatus]:
-    """Each node's status, of the file of events in a folder; none without one."""
+    """Return node → status from a folder's file of events; {} without one."""
     return of(os.path.expanduser(folder)).read()

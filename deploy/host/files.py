@@ -1,4 +1,4 @@
-"""Read and write the files of a host: retried where a file server is slow, whole or not at all, private (0600)."""
+"""Read files with retries, as file servers may be slow, and write them atomically and private (0600)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 PATIENCE_S = 1.0
 NOT_FOUND = (FileNotFoundError, NotADirectoryError)
-"""What says that a file is not there. Every other OSError says that nobody knows."""
+"""The errors for a file that does not exist. After any other OSError that is unknown."""
 
 
 def retried(
@@ -22,9 +22,9 @@ def retried(
     """Return what `function` returns; call it again while it raises an OSError other than `NOT_FOUND`.
 
     Args:
-        function: reads something, and may be called again.
-        for_s: how long; None: `PATIENCE_S`.
-        pause: called in between, in place of a short sleep.
+        function: reads something; called once or more.
+        for_s: how long to retry; None: `PATIENCE_S`.
+        pause: called between two tries, in place of a short sleep.
     """
     until = time.monotonic() + (PATIENCE_S if for_s is None else for_s)
     while True:
@@ -39,14 +39,14 @@ def retried(
 
 
 def make_private(folder: Union[str, "os.PathLike[str]"]) -> None:
-    """Make a folder and what is missing above it, for this user alone whatever the umask; it may be there.
+    """Create a folder and its missing parents with mode 0700, whatever the umask; it may exist already.
 
-    `os.makedirs` gives its mode to the last of them only.
+    `os.makedirs` would apply the mode to the last folder only.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
-    if str(folder).startswith("~"):  # what `expanduser` has left is of nobody, and no folder's name here
+    if str(folder).startswith("~"):  # `expanduser` leaves the ~ of an unknown user
         raise FileNotFoundError(errno.ENOENT, "there is no such user", str(folder))
     missing = [os.path.abspath(folder)]
     while not os.path.lexists(os.path.dirname(missing[-1])):
@@ -54,16 +54,16 @@ def make_private(folder: Union[str, "os.PathLike[str]"]) -> None:
     for each in reversed(missing):
         try:
             os.mkdir(each, 0o700)
-        except OSError:  # as of one that is there, on a disk that is read-only
+        except OSError:  # may also be raised for an existing folder, on a read-only file system
             if not os.path.isdir(each):
                 raise
 
 
 def check_regular(path: str) -> None:
-    """Refuse what is no regular file: of a FIFO, say, who opens it may wait forever.
+    """Refuse anything but a regular file: opening a FIFO, for example, may block for ever.
 
     Raises:
-        OSError: it is none. Whether it is there, and can be read, who opens it hears.
+        OSError: it is another kind of file. A missing or unreadable file raises nothing here, but when it is opened.
     """
     try:
         mode = os.stat(path).st_mode
@@ -76,7 +76,7 @@ def check_regular(path: str) -> None:
 
 
 def read(path: str) -> bytes:
-    """Read a small regular file, in fewer system calls than `open` makes: some are read several times a second."""
+    """Read a small regular file with fewer system calls than `open`, as some are read several times a second."""
     check_regular(path)
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -85,7 +85,7 @@ def read(path: str) -> bytes:
             found += part
         return found
     except OSError as error:
-        error.filename = path  # os.read knows none
+        error.filename = path  # os.read does not set it
         raise
     finally:
         os.close(handle)
@@ -101,7 +101,7 @@ def read_text(path: str) -> str:
 
 
 def names(folder: str) -> List[str]:
-    """Return the names in a folder, sorted; none where it is missing or cannot be listed."""
+    """Return the names in a folder, sorted; none if it is missing or cannot be listed."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -109,10 +109,10 @@ def names(folder: str) -> List[str]:
 
 
 def load(path: str) -> Any:
-    """Return what a JSON file holds; None for one that is missing, torn or nested too deeply.
+    """Return the value in a JSON file; None if the file is missing, torn or nested too deeply.
 
     Raises:
-        OSError: it cannot be read, so it may hold anything.
+        OSError: the file cannot be read, so its content is unknown.
     """
     try:
         return json.loads(retried(lambda: read(path)))
@@ -121,7 +121,7 @@ def load(path: str) -> Any:
 
 
 def tail(path: str, size: int = 4096, since: int = 0) -> str:
-    """Return the end of a file, of what is behind its byte `since`; "" without one."""
+    """Return the last `size` bytes of a file as text, but nothing before byte `since`; "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -132,8 +132,8 @@ def tail(path: str, size: int = 4096, since: int = 0) -> str:
 
 
 def write_private(path: str, data: bytes, durable: bool = False) -> None:
-    """Write a 0600 file in one step: a reader sees all of it or the one before; `durable`: also after a power loss."""
-    # A shared folder has several writers, which in containers may well have the same pid.
+    """Write a 0600 file atomically: readers see the old or the new content; `durable`: also after a power loss."""
+    # Not named by pid: a shared folder has several writers, which may have the same pid in containers.
     draft = "%s.%s" % (path, os.urandom(8).hex())
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -157,7 +157,7 @@ def write_private(path: str, data: bytes, durable: bool = False) -> None:
 
 
 def append_private(path: str, data: bytes) -> None:
-    """Append to a 0600 file in one write: lines of several writers do not mix. All is added, or (OSError) nothing."""
+    """Append to a 0600 file in one write, so that lines of several writers do not mix; on OSError nothing is added."""
     check_regular(path)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -167,9 +167,9 @@ def append_private(path: str, data: bytes) -> None:
 
 
 def append_whole(handle: int, data: bytes, path: str) -> None:
-    """Append to a file that is open with O_APPEND, in one write: all, or (OSError) nothing."""
+    """Append to a file that is open with O_APPEND, in one write: all of `data` or, on OSError, nothing."""
     written = os.write(handle, data)
-    if written < len(data):  # the disk is full: half a line would spoil the next one, too
+    if written < len(data):  # the disk is full: half a line would spoil the next line, too
         end = os.lseek(handle, 0, os.SEEK_CUR)
         if os.fstat(handle).st_size == end:
             os.ftruncate(handle, end - written)

@@ -1,7 +1,7 @@
 """Run one command for `kit shell` and send its output.
 
-The command is a child of this server, which adopts the orphans of its own children: every descendant of the server
-belongs to the command, and is ended with it.
+The command is a child of this server, which also adopts orphaned descendants. So every descendant of the server belongs
+to the command, and is ended with it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any, Callable, Dict, List, Optional
 from nodekit.deploy.host import processes
 
 _CHUNK_BYTES = 32 * 1024
-_WINDOW = 16  # chunks on their way: a reader that is slow there stops the command here, and no memory fills
+_WINDOW = (
+    16  # the most chunks not acknowledged yet: a slow reader blocks the command, in place of filling memory
+)
 _BEAT_S = 1.0
-_LINGER_S = 0.3  # for the output of a command that has ended, where a process it left behind holds the pipe
+_LINGER_S = 0.3  # how long to read on after the command has ended, if a process it left behind holds the pipe
 _POLL_S = 0.02
 _KILL_S = 2.0
 _CLOSE_S = 1.0
@@ -33,21 +35,21 @@ _is_ending = threading.Event()
 
 
 def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] = None) -> Dict[str, Any]:
-    """Run a command in the home folder, with nothing on its stdin: ``{"status", "timed_out", "left"}``.
+    """Run a command in the home folder, with an empty stdin; return ``{"status", "timed_out", "left"}``.
 
-    The status is None where `end` was first.
-    Its output is sent as parts ``[stream, text]``, bytes that are no UTF-8 as surrogates; ``None`` is a sign of life.
+    The status is None if `end` was called before. Output is sent as parts ``[stream, text]``, with bytes that are not
+    UTF-8 as surrogates; a part ``None`` is a heartbeat. ``left`` has the pids that could not be ended.
 
     Args:
-        argv: the command, given to the kernel as it is; ``python`` is this interpreter.
+        argv: the command, executed without a shell; ``python`` is this interpreter.
         part: sends a part.
-        limit_s: after so long it is ended.
+        limit_s: end the command after so many seconds.
     """
     processes.adopt_orphans()
     limit = _Limit(part, limit_s)
     program = os.fsencode(sys.executable) if argv[0] == "python" else _bytes_of(argv[0])
     home = os.path.expanduser("~")
-    with _starting:  # or it could begin behind the back of `end`
+    with _starting:  # otherwise the command could start while `end` runs, and be missed by it
         if _is_ending.is_set():
             return {"status": None, "timed_out": False, "left": []}
         try:
@@ -65,12 +67,12 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
         _is_running.set()
     with process.stdout, process.stderr:  # type: ignore[union-attr]  # they are pipes
         _send_output(process, part, limit)
-    _is_running.clear()  # what it leaves behind of its own accord, as a daemon, stays
+    _is_running.clear()  # processes that the command left behind on purpose, such as a daemon, stay
     return {"status": process.wait(), "timed_out": limit.is_late, "left": limit.left}
 
 
 class _Limit:
-    """Ends a command when its time is up, and gives a sign of life every second until then."""
+    """The time limit of a command, checked by `tick`, which also sends a heartbeat every second."""
 
     def __init__(self, part: Callable[[Any], None], limit_s: Optional[float]) -> None:
         self.is_late = False
@@ -81,7 +83,7 @@ class _Limit:
         self._beat = 0.0
 
     def tick(self) -> float:
-        """Do what it is time for; returns the time."""
+        """Send a heartbeat, or end the command, if it is time to; return the time."""
         now = time.monotonic()
         if now - self._beat > _BEAT_S:
             self._part(None)
@@ -93,7 +95,7 @@ class _Limit:
 
 
 def _send_output(process: "subprocess.Popen[bytes]", part: Callable[[Any], None], limit: _Limit) -> None:
-    """Send what a command writes until it has ended and all is read, or `_LINGER_S` after the last of it."""
+    """Send a command's output until the command has ended and all is read, or `_LINGER_S` after its last output."""
     selector = selectors.DefaultSelector()
     for name, pipe in (("out", process.stdout), ("err", process.stderr)):
         assert pipe is not None
@@ -113,7 +115,7 @@ def _send_output(process: "subprocess.Popen[bytes]", part: Callable[[Any], None]
             if not data:
                 selector.unregister(ready.fileobj)
                 continue
-            ended = ended and now  # there is still something to be read
+            ended = ended and now  # there is still output: linger anew
             while not _window.acquire(timeout=0.1) and not _is_ending.is_set():
                 limit.tick()
             part([ready.data, data.decode("utf-8", "surrogateescape")])
@@ -124,21 +126,21 @@ def _bytes_of(text: str) -> bytes:
 
 
 def taken(number: int) -> None:
-    """So many parts of output have been dealt with: as many more may be sent."""
+    """Acknowledge so many parts of output: as many more may be sent."""
     for _ in range(number):
         _window.release()
 
 
 def close() -> None:
-    """Nobody listens any more: end the command if it still runs."""
+    """End the command if it still runs, as the reader is gone."""
     if _is_running.is_set():
         end(signal.SIGTERM, _CLOSE_S)
 
 
 def end(number: int, grace_s: float) -> List[int]:
-    """End all that the commands here started: asked by signal `number`, killed after `grace_s`; the pids of the deaf.
+    """End all processes of the commands here with signal `number`, and SIGKILL after `grace_s`; return the pids left.
 
-    Those may only be processes that this user may not signal, as of sudo.
+    These can only be processes that this user may not signal, such as those of sudo.
     """
     with _starting:
         _is_ending.set()
@@ -148,7 +150,8 @@ def end(number: int, grace_s: float) -> List[int]:
     asked = time.monotonic()
     while processes.below(own) and time.monotonic() - asked < grace_s:
         time.sleep(_POLL_S)
-    # Again, for one may have been forking. Looks are counted: a machine that stands still ends nothing meanwhile.
+    # Repeat, as a process may have forked meanwhile. Count rounds, not seconds: a machine that stands still for a while
+    # ends no process in that time.
     for _ in range(round(_KILL_S / _POLL_S)):
         found = processes.below(own)
         if not found:

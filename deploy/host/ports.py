@@ -1,4 +1,4 @@
-"""Listen on a port of a host, keep one for an agent, or find a free one."""
+"""Listen on a port of a host, reserve one for an agent, or find a free one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nodekit.deploy.host import errors
 
 BACKLOG = 1024
 held: Dict[int, socket.socket] = {}
-"""Port → the listening socket that keeps it ours until an agent takes it over."""
+"""Port → the listening socket that reserves it until an agent takes it over."""
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -19,7 +19,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a listening socket on a port, by default a free one, of this address alone.
+    """Return a socket that listens on a port of this address only, by default a free port.
 
     Raises:
         OSError: the port is in use, or no interface of this host has the address.
@@ -36,7 +36,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def hold_port(address: str) -> int:
-    """Choose a free port of this address, and keep it listening so that nobody else gets it before the agent does."""
+    """Choose a free port of this address, and listen on it, so that no other process gets it before the agent does."""
     listener = listen(address)
     port: int = listener.getsockname()[1]
     held[port] = listener
@@ -44,7 +44,7 @@ def hold_port(address: str) -> int:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a port of this address that nobody had a moment ago."""
+    """Return a port of this address that was free a moment ago."""
     with socket.socket(family_of(address)) as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]

@@ -14,16 +14,16 @@ NOT_INSTALLED = "not installed"
 _PAGE_BYTES = 4096
 _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 0x4  # linux/sched.h
-_boot_ids: List[str] = []  # read once: it is asked for several times a second
+_boot_ids: List[str] = []  # a cache: the boot id is needed several times a second
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what children of this process leave behind."""
+    """Make this process the parent of its orphaned descendants (PR_SET_CHILD_SUBREAPER)."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Process(NamedTuple):
-    """One process; with its pid, its start time tells it from a later one that was given the same pid."""
+    """One process; pid and start time together identify it, as a later process may get the same pid."""
 
     pid: int
     parent: int
@@ -32,11 +32,11 @@ class Process(NamedTuple):
     """In clock ticks since the host's boot."""
     rss_bytes: int
     has_ended: bool
-    """Whether it only waits for its parent to read its exit status."""
+    """Whether the process is a zombie: its parent has not read its exit status yet."""
 
 
 def find(pid: int) -> Optional[Process]:
-    """Return what the kernel says of a process; None where there is none."""
+    """Return a process by its pid; None if there is none."""
     try:
         fields = files.read("/proc/%d/stat" % pid).rpartition(b")")[2].split()
         state, parent, group, start_time, pages = (fields[number] for number in (0, 1, 2, 19, 21))
@@ -47,30 +47,30 @@ def find(pid: int) -> Optional[Process]:
 
 
 def boot_id() -> str:
-    """This boot of the host: a pid means nothing after another one."""
+    """Return the id of the host's present boot; pids from before a reboot are meaningless."""
     if not _boot_ids:
         try:
             with open("/proc/sys/kernel/random/boot_id") as file:
                 _boot_ids.append(file.read().strip())
-        except FileNotFoundError:  # no Linux
+        except FileNotFoundError:  # not Linux
             _boot_ids.append("")
     return _boot_ids[0]
 
 
 def start_time(pid: int) -> Optional[int]:
-    """Return when the kernel started `pid`, in clock ticks since boot: with the pid, the name of one process."""
+    """Return when the kernel started `pid`, in clock ticks since boot; with the pid, this identifies a process."""
     process = find(pid)
     return process and process.start_time
 
 
 def is_running(pid: int, started: Optional[int]) -> bool:
-    """Whether exactly that process runs; one that ended but was not waited for yet does not."""
+    """Whether exactly that process runs; a zombie does not."""
     process = find(pid)
     return process is not None and process.start_time == started and not process.has_ended
 
 
 def all_of_them() -> Dict[int, Process]:
-    """Return all processes by pid, those included that have ended and were not waited for yet."""
+    """Return all processes by pid, including zombies."""
     found = (find(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {process.pid: process for process in found if process is not None}
 
@@ -90,7 +90,7 @@ def below(pid: int) -> Set[int]:
 
 
 def activity(pid: int) -> str:
-    """Return what changes about a process as long as anything moves in it: its time on a processor, its memory."""
+    """Return a text that changes as long as a process makes progress, from its CPU time, page faults and memory."""
     try:
         fields = files.read("/proc/%d/stat" % pid).rpartition(b")")[2].split()
     except OSError:
@@ -99,10 +99,10 @@ def activity(pid: int) -> str:
 
 
 def code_if_ending(pid: int) -> Optional[int]:
-    """Return the exit code, negative for a signal, of a process that ends or has ended; None for one that goes on.
+    """Return the exit code, negative for a signal, of a process that is ending or has ended; None if it goes on.
 
-    The kernel takes back its memory before anybody is told of its end. Needs the right to read that process (the same
-    user's), else the code is 0.
+    The kernel frees the memory of a process before it reports the end, which can take long. For a process of another
+    user the code is always 0.
     """
     try:
         fields = files.read("/proc/%d/stat" % pid).rpartition(b")")[2].split()
@@ -115,24 +115,24 @@ def code_if_ending(pid: int) -> Optional[int]:
 
 
 def where_it_waits(pid: int) -> Tuple[str, str]:
-    """Return a process's state, as D, and the kernel's function that it waits in; "" where that is not told."""
+    """Return a process's state, such as D, and the kernel function in which it waits; "" if that is unknown."""
     for task in sorted(files.names("/proc/%d/task" % pid), key=lambda task: task != str(pid)):
         about = "/proc/%d/task/%s/" % (pid, task)
         state = files.read_text(about + "stat").rpartition(")")[2].split()[:1]
-        if state and state[0] not in "ZX":  # its first thread may have ended before one of the others
+        if state and state[0] not in "ZX":  # the first thread may have ended before others
             place = files.read_text(about + "wchan").strip("\0\n ")
             return state[0], "" if place == "0" else place
     return "Z", ""
 
 
 def unkillable(pid: int) -> str:
-    """Return that SIGKILL does not end a process, in words, with where it waits."""
+    """Return the message that SIGKILL does not end a process, with its state and the function in which it waits."""
     state, place = where_it_waits(pid)
     return "SIGKILL does not end pid %d (state %s%s)" % (pid, state, " in " + place if place else "")
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process, or to the group ``-pid``; one that is gone, or another user's, is left alone."""
+    """Send a signal to a process, or to the group ``-pid``; ignore one that has ended, or is another user's."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
@@ -140,20 +140,20 @@ def send(pid: int, number: int) -> None:
 
 
 def ask_to_end(pid: int, number: int) -> None:
-    """Send a signal that ends a process, and wake it: a stopped one acts on nothing before SIGCONT."""
+    """Send a signal that ends a process, and SIGCONT: a stopped process does not handle the signal before that."""
     send(pid, number)
     send(pid, signal.SIGCONT)
 
 
 def output(argv: List[str], timeout_s: float, *, also_good: Sequence[int] = ()) -> Tuple[str, str]:
-    """A program's output, or why there is none; one that hangs in the kernel is left there, as it cannot be ended.
+    """Return a program's output, and why there is none; a program that hangs in the kernel is left alone.
 
     Args:
-        argv: the program, looked up in PATH, and its arguments.
-        timeout_s: how long it may take.
-        also_good: exit statuses beside 0 with which its output counts.
+        argv: the program, looked up on the PATH, and its arguments.
+        timeout_s: how long the program may take.
+        also_good: exit statuses besides 0 for which the output is valid.
     """
-    import shutil  # a tenth of what the server's start takes, and most calls need it not
+    import shutil  # takes a tenth of the server's start, and most calls do not need it
 
     if shutil.which(argv[0]) is None:
         return "", NOT_INSTALLED

@@ -1,6 +1,6 @@
-"""What the file is that a command runs: Python, or another program.
+"""Tell whether the file that a command runs is Python or another program.
 
-torchrun runs whatever it is given by its own python: the name, the ``#!`` and the mode of a script say nothing to it.
+torchrun runs any file with its own Python: it ignores the name, the ``#!`` line and the mode of a script.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PYTHON_LINE = re.compile(rb"#![^\n]*(?:python|pypy)")
 
 
 def kind(path: str) -> str:
-    """``python``, ``program``, or "" where there is nothing to run."""
+    """Return ``python`` or ``program``; "" if there is nothing to run at this path."""
     if os.path.isdir(path):
         return "python" if os.path.isfile(os.path.join(path, "__main__.py")) else ""
     try:
@@ -23,7 +23,7 @@ def kind(path: str) -> str:
             head = file.read(_READ_BYTES)
     except ValueError:  # a null byte in its name
         return ""
-    except OSError:  # a program that may be executed and not read
+    except OSError:  # a program may be executable, but not readable
         return "program" if os.access(path, os.X_OK) else ""
     if path.endswith((".py", ".pyc")) or _PYTHON_LINE.match(head):
         return "python"
@@ -33,7 +33,7 @@ def kind(path: str) -> str:
 
 
 def _imports(source: bytes) -> bool:
-    """Whether this is Python that imports something, for all that its ``#!`` names a shell: no shell script is."""
+    """Whether this parses as Python with imports, even if its ``#!`` names a shell; no shell script does."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -42,7 +42,7 @@ def _imports(source: bytes) -> bool:
 
 
 def kind_here(name: str) -> str:
-    """`kind` of an absolute path, or of a program that a rank would find on its PATH."""
+    """Return the `kind` of an absolute path, or of a program that a rank would find on its PATH."""
     if "/" in name:
         return kind(name)
     import shutil  # see `processes.output`
@@ -51,7 +51,7 @@ def kind_here(name: str) -> str:
 
 
 def rank_path() -> str:
-    """The PATH of ranks: what is installed beside their python comes first, as in an activated environment."""
+    """Return the PATH of ranks: the folder of their Python comes first, as in an activated environment."""
     beside = os.path.dirname(sys.executable)
     path = os.environ.get("PATH", os.defpath)
     return path if path.split(os.pathsep)[0] == beside else beside + os.pathsep + path

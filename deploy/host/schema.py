@@ -1,17 +1,17 @@
-"""The types of what an agent writes and others read: statuses and events (docs/events.md)."""
+"""The types of statuses and events, which agents write and others read (docs/events.md)."""
 
 from __future__ import annotations
 
 from typing import Any, Dict, List, Literal, Optional, Protocol, Sequence, Tuple, TypedDict
 
 VERSION = 1
-"""Of statuses and of files of events; those without one are of version 1, too. More fields or kinds are no new one."""
+"""The version of statuses and of files of events; 1 if they have none. New fields or kinds do not change it."""
 
 Finished = Literal["succeeded", "failed", "stopped"]
 FINISHED: Tuple[Finished, ...] = ("succeeded", "failed", "stopped")
-"""The states of a run, or of a node, that has come to its end."""
+"""The final states of a run or a node."""
 EndCause = Literal["", "ended-elsewhere", "too-few-nodes", "broken"]
-"""Why an agent ended, where that is known; with its words for people in ``message``."""
+"""Why an agent ended, if known; ``message`` has the same as text for the user."""
 EventKind = Literal[
     # Of a node.
     "agent-started", "generation", "rendezvous", "workers-started", "resumed", "first-step", "sample", "evaluation",
@@ -27,10 +27,10 @@ EventKind = Literal[
 
 
 class Say(Protocol):
-    """Writes an event."""
+    """A function that writes an event."""
 
     def __call__(self, kind: EventKind, **fields: Any) -> None:
-        """One event; its fields are JSON."""
+        """Write an event; its fields must be JSON values."""
 
 
 class Worker(TypedDict):
@@ -53,20 +53,20 @@ class WorkerFailure(TypedDict):
     exitcode: int
     """Negative: the signal that killed it."""
     when: float
-    """Seconds since 1970: it wrote its last words."""
+    """When the rank wrote its last words, in seconds since 1970."""
     log: str
     error: str
     kernel: List[str]
 
 
 class GpuHealth(TypedDict, total=False):
-    """How one GPU is, without what it does not tell."""
+    """The health of one GPU, with those fields that it reports."""
 
     temperature: int
     """Degrees Celsius."""
     clock: int
     clock_max: int
-    """MHz, of its multiprocessors."""
+    """MHz, of the streaming multiprocessors."""
     slow: List[str]
     """Why the clock is low, in nvidia-smi's words (`gpu_watch.SLOW`)."""
     power: int
@@ -77,7 +77,7 @@ class GpuHealth(TypedDict, total=False):
 
 
 class GpuUsage(GpuHealth):
-    """What one GPU is used for."""
+    """The load and the memory of one GPU, with its health."""
 
     index: int
     use: Optional[float]
@@ -86,7 +86,7 @@ class GpuUsage(GpuHealth):
 
 
 class Usage(TypedDict, total=False):
-    """What a node uses; None for what is not known."""
+    """What a node uses; None if unknown."""
 
     cpu: Optional[float]
     memory: Optional[int]
@@ -98,7 +98,7 @@ class Usage(TypedDict, total=False):
 
 
 class Guess(TypedDict):
-    """How far a rank seems to be, by what it printed last."""
+    """How far a rank seems to be, guessed from the last line that it printed."""
 
     step: Optional[int]
     total_steps: Optional[int]
@@ -107,25 +107,25 @@ class Guess(TypedDict):
 
 
 class Slow(TypedDict):
-    """A node that makes the others wait, or one end of such a link."""
+    """A node that slows down the others, or one end of a link that does."""
 
     node: str
     cause: str
     of_host: bool
-    """Whether the job would be quicker without the node."""
+    """Whether the job would be faster without the node."""
 
 
 class HostStatus(TypedDict, total=False):
-    """What a node's host says of it, whether its agent lives or not."""
+    """The fields of a node's status that its host adds, whether the agent is alive or not."""
 
     alive: Optional[bool]
-    """None: the host cannot be reached now, and this was heard last."""
+    """Whether the agent is alive; None: the host is unreachable, and this is its last known status."""
     known: bool
-    """Whether the node's folder is there."""
+    """Whether the node's folder exists."""
     fence: int
     granted: Optional[Dict[str, Any]]
     snapshot: Sequence[int]
-    """Generation and step of the newest that is committed."""
+    """Generation and step of the newest committed snapshot."""
     agent: str
     agent_log: str
 
@@ -156,10 +156,10 @@ class NodeStatus(HostStatus, total=False):
     progress_time: Optional[float]
     guess: Optional[Guess]
     stage: str
-    """What its ranks do before the first step; "" where they do not say, and later."""
+    """What the ranks do before the first step; "" if they do not report it, and afterwards."""
     usage: Optional[Usage]
     slow: Optional[Slow]
-    """Who makes the others wait, on rank 0's node."""
+    """The node that slows down the others; reported by rank 0's node only."""
     message: str
     cause: EndCause
     cure: str
@@ -180,11 +180,11 @@ class AgentRecord(TypedDict):
     start_time: Optional[int]
     boot_id: str
     log_from: int
-    """Where its own words begin in ``agent.log``, in bytes."""
+    """Offset in ``agent.log`` from which the lines are this agent's, in bytes."""
 
 
 class Stopped(TypedDict):
-    """What was found of an agent that was to be stopped."""
+    """The result of stopping an agent."""
 
     was: Literal["running", "not running"]
     killed: bool

@@ -1,9 +1,9 @@
-"""The server of kit on one host, on stdin and stdout: reads the host, starts and stops agents, runs programs.
+"""The server of kit on one host, on stdin and stdout: inspects the host, starts and stops agents, runs programs.
 
-Its source travels to the host's own python over the connection (`deploy/connect/channel.py`), so the host needs nothing
-of ours installed. Standard library only, and Python 3.8 syntax, so that an old interpreter can still say its
-version. One JSON object per line: ``{"id", "op", "args"}`` in; ``{"id", "part"}`` any number of times and then
-``{"id", "result"}`` or ``{"id", "error"}`` out. It ends when its stdin does; agents it started live on.
+Its source is sent to the host's own Python (`deploy/connect/channel.py`), so nothing of kit need be installed there.
+Standard library only, and Python 3.8 syntax, so that even an old interpreter can report its version. One JSON object
+per line: ``{"id", "op", "args"}`` in; ``{"id", "part"}`` any number of times and then ``{"id", "result"}`` or
+``{"id", "error"}`` out. The server ends when its stdin does; running agents survive it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _attended: "Set[subprocess.Popen[str]]" = set()
 
 
 def read_file(path: str, limit_bytes: int = 1 << 20) -> Optional[str]:
-    """Return the text of a file, or None when there is none; what cannot be read is an error."""
+    """Return the text of a file, at most `limit_bytes` characters; None if it does not exist.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     try:
         with open(os.path.expanduser(path), encoding="utf-8", errors="replace") as file:
             return file.read(limit_bytes)
@@ -36,7 +40,7 @@ def read_file(path: str, limit_bytes: int = 1 << 20) -> Optional[str]:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a 0600 file, and its folder if there is none."""
+    """Write a file atomically, with mode 0600; create its folder if necessary."""
     path = os.path.expanduser(path)
     files.make_private(os.path.dirname(path))
     files.write_private(path, text.encode(), durable=True)
@@ -49,9 +53,10 @@ def execute(
     env: Optional[Mapping[str, Optional[str]]] = None,
     ends_with_us: bool = False,
 ) -> Dict[str, Any]:
-    """Run a program with `text` on its stdin: ``{"status", "out", "err"}``; what is None in `env` is taken away.
+    """Run a program with `text` on its stdin; return ``{"status", "out", "err"}``.
 
-    After `limit_s` it is killed, with what it has started; `ends_with_us`, it is also when this server ends.
+    Variables that are None in `env` are removed from its environment. The program and its children are killed after
+    `limit_s` (TimeoutExpired), and with `ends_with_us` also when this server ends.
     """
     full = {**os.environ, **(env or {})}
     process = subprocess.Popen(
@@ -86,9 +91,10 @@ def attend(
     limit_s: float,
     text: str = "",
 ) -> Dict[str, Any]:
-    """Run a program where a run's workers run, with `text` on its stdin, and a sign of life every second.
+    """Run a program in the folder and environment of a run's workers, with `text` on its stdin.
 
-    It ends with this server, and after `limit_s`: then ``status`` is None in ``{"status", "out", "err"}``.
+    Send the seconds passed as a heartbeat every second. The program is killed when this server ends, and after
+    `limit_s`. Return ``{"status", "out", "err"}``; ``status`` is None after the limit.
     """
     begin = time.monotonic()
     process = subprocess.Popen(
@@ -146,9 +152,9 @@ OPS: Dict[str, Callable[..., Any]] = {
 
 
 def serve(module_of: Callable[[str], Any]) -> None:
-    """Answer requests until stdin ends; `module_of` finds a module whose public functions may be called, too."""
+    """Answer requests until stdin ends; `module_of` loads a module by name, for operations ``module.function``."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not break the protocol
+    os.dup2(2, 1)  # a stray print must not break the protocol
     lock = threading.Lock()
 
     def send(message: Mapping[str, Any]) -> None:
@@ -158,7 +164,7 @@ def serve(module_of: Callable[[str], Any]) -> None:
                 out.write(data)
                 out.flush()
             except OSError:
-                _leave(module_of)  # nobody listens any more
+                _leave(module_of)  # the control machine is gone
 
     def answer(request: Dict[str, Any]) -> None:
         try:
@@ -168,7 +174,7 @@ def serve(module_of: Callable[[str], Any]) -> None:
             if "part" in call.__code__.co_varnames[: call.__code__.co_argcount]:
                 args["part"] = lambda message: send({"id": request["id"], "part": message})
             send({"id": request["id"], "result": call(**args)})
-        except BaseException as error:  # it must reach the caller, whatever it is
+        except BaseException as error:  # any error must reach the caller
             failure = {
                 "type": type(error).__name__,
                 "message": str(error),
@@ -186,10 +192,10 @@ def serve(module_of: Callable[[str], Any]) -> None:
 
 
 def _leave(module_of: Callable[[str], Any]) -> None:
-    """End, and with us what is not to live on."""
+    """End this process, and kill the programs that must not outlive it."""
     agents.leave()
     for process in list(_attended):
         processes.send(-process.pid, signal.SIGKILL)
-    if "nodekit.deploy.host.hostshell" in sys.modules:  # else nobody has asked for it
+    if "nodekit.deploy.host.hostshell" in sys.modules:  # otherwise no command was run
         module_of("hostshell").close()
     os._exit(0)

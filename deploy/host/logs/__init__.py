@@ -1,4 +1,4 @@
-"""The files that a run writes on its node, read and followed where they lie. Sent over the channel.
+"""Read and follow the files that a run writes, on the node where they are. This code is sent over the channel.
 
-It may import `nodekit.deploy.host` only.
+This folder may import `nodekit.deploy.host` only.
 """

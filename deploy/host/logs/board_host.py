@@ -10,7 +10,7 @@ MOST_FILES = 10_000
 
 
 def event_files(folder: str) -> list[list[Any]]:
-    """The event files below a folder: ``[path below it, size, seconds since 1970 of its last change]``."""
+    """Return the event files below a folder: ``[relative path, bytes, seconds since 1970 of the last change]``."""
     root = Path(folder).expanduser()
     found: list[list[Any]] = []
     for path in root.rglob("*tfevents*"):
@@ -24,7 +24,7 @@ def event_files(folder: str) -> list[list[Any]]:
 
 
 def part_of(folder: str, path: str, offset: int, size: int) -> str:
-    """Some bytes of a file below a folder, in base64."""
+    """Return up to `size` bytes of a file below a folder, from `offset` on, in base64."""
     with (Path(folder).expanduser() / path).open("rb") as file:
         file.seek(offset)
         return base64.b64encode(file.read(size)).decode("ascii")

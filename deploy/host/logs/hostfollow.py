@@ -15,11 +15,13 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, 
 from nodekit.deploy.host.node import status
 from nodekit.deploy.host.schema import AgentRecord, NodeStatus
 
-LOG_CHUNK_BYTES = 256 * 1024  # of one file in one message: a flood of output must not delay the status
+LOG_CHUNK_BYTES = (
+    256 * 1024
+)  # the most of one file in one message: a flood of output must not delay the status
 _POLL_S = 0.2
-_BEAT_S = 1.0  # the status is looked at, and sent, at least so often
-_SWEEP_S = 5.0  # all is looked at, whether it seems to have changed or not
-# While ranks train their node's status is rewritten every second, and that ends a rest: this is for when it is not.
+_BEAT_S = 1.0  # the longest time between two readings, and two messages, of the status
+_SWEEP_S = 5.0  # the longest time between two readings of everything, whether it seems to have changed or not
+# The longest wait while ranks train: usually the status, rewritten every second, ends it before.
 _CALM_S = 1.25
 _IN_ATTRIB, _IN_MOVED_TO = 0x04, 0x80  # of linux/inotify.h
 
@@ -30,10 +32,10 @@ def logs(
     tail_bytes: Optional[int] = None,
     final: bool = False,
 ) -> Tuple[Dict[str, int], List[Tuple[str, str]]]:
-    """New whole lines of each log file since `offsets`: ``(new offsets, [[file, text], ...])``.
+    """Return the new whole lines of each log file since `offsets`: ``(new offsets, [[file, text], ...])``.
 
-    With `tail_bytes`, a file seen for the first time starts that far before its end. `final`: nothing more will
-    be written, so a last line without its newline is given one.
+    With `tail_bytes`, a file that has no offset yet is read from that far before its end. With `final` nothing more
+    will be written, so a last line without a newline is returned too, with one.
     """
     new = dict(offsets or {})
     found: List[Tuple[str, str]] = []
@@ -47,18 +49,18 @@ def logs(
                 if start is None:
                     start = max(0, size - tail_bytes) if tail_bytes is not None else 0
                 if size < start:
-                    start = 0  # somebody has emptied it, and its rank has begun anew
+                    start = 0  # the file was truncated, and its rank writes from the beginning
                 if size == start:
                     new[name] = start
                     continue
                 begin, data = read_data(file.fileno(), start, LOG_CHUNK_BYTES)
         except FileNotFoundError:
-            continue  # of an earlier attempt, and removed for want of room
+            continue  # a log of an earlier attempt, removed to stay within the bound
         whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if whole == 0 and len(data) == LOG_CHUNK_BYTES:
-            whole = len(data)  # one endless line
+            whole = len(data)  # a line longer than a chunk
         new[name] = begin + whole
-        is_cut = len(data) < LOG_CHUNK_BYTES and begin + len(data) < size  # by a hole that begins there
+        is_cut = len(data) < LOG_CHUNK_BYTES and begin + len(data) < size  # a hole begins there
         if whole < len(data) and (is_cut or (final and begin + len(data) == size)):
             new[name] = begin + len(data)
             data += b"\n"
@@ -72,25 +74,25 @@ def logs(
 
 
 def read_data(handle: int, start: int, limit: int) -> Tuple[int, bytes]:
-    """Where the next data of a file is, from `start` on, and at most `limit` bytes of it: holes are passed over.
+    """Return the offset of the next data of a file from `start` on, skipping holes, and at most `limit` bytes of it.
 
-    Without data it is where the file ends.
+    If there is no more data, the offset is the end of the file.
     """
     while True:
         try:
             begin = os.lseek(handle, start, os.SEEK_DATA)
             data = os.pread(handle, limit, begin)
-            # Asked again now that it is read: what has become a hole meanwhile was no data.
+            # Ask again after reading: if a hole was made meanwhile, the bytes were not data.
             if os.lseek(handle, begin, os.SEEK_DATA) == begin:
                 return begin, data[: os.lseek(handle, begin, os.SEEK_HOLE) - begin]
         except OSError as error:
-            if error.errno != errno.ENXIO:  # there is none
+            if error.errno != errno.ENXIO:  # ENXIO: no data from there on
                 raise
             return max(start, os.fstat(handle).st_size), b""
 
 
 def left_out(num_bytes: int) -> str:
-    """What stands for so much of a log that is not kept."""
+    """Return the line that replaces so many bytes of a log that were not kept."""
     amount = "%.0f MB" % (num_bytes / 1e6) if num_bytes >= 1e7 else "%.1f MB" % (num_bytes / 1e6)
     return "… %s left out …" % amount
 
@@ -102,11 +104,10 @@ def follow(
     tail_bytes: Optional[int] = None,
     events_at: Optional[Sequence[Any]] = None,
 ) -> NodeStatus:
-    """Send status and new log lines as they come, a message every second or so at least, until the agent is gone.
+    """Send status and new log lines as they appear, and a message at least about every second, until the agent ends.
 
-    And new events since `events_at`, where it is given. Of the logs' offsets a message has those that have changed,
-    None before the logs were read. While ranks train it looks about once a second: each look takes its share of a core
-    from them.
+    With `events_at`, also send new events since then. A message has the offsets of those logs that have grown, or None
+    before the logs were first read. While ranks train, read about once a second: each reading takes CPU time from them.
     """
     node_dir = os.path.expanduser(node_dir)
     now: NodeStatus = {}
@@ -120,7 +121,7 @@ def follow(
             changed = changes.look() | more
             if "folder" in changed:
                 agent = status.agent_record(node_dir)
-            # Asked before the logs are read: what was written last is not missed.
+            # Check this before reading the logs, so that the last lines are not missed.
             alive = status.pid_if_alive(agent) is not None or status.agent_alive(node_dir) is not None
             begun = time.monotonic()
             if not alive or begun - last_swept >= _SWEEP_S:
@@ -143,7 +144,7 @@ def follow(
                 events_at = found[-1][:2] if found else events_at
             if "folder" in changed:
                 now, snapshots = status.status(node_dir), status.snapshot_folder(node_dir)
-                now["alive"] = alive = alive or bool(now["alive"])  # by now there may be another agent
+                now["alive"] = alive = alive or bool(now["alive"])  # another agent may have started
                 last_looked = begun
             elif "status" in changed:
                 now = _said_now(node_dir, now, snapshots)
@@ -153,7 +154,7 @@ def follow(
                 last_status, last_sent = now, begun
             if not alive and not lines and not found:
                 return now
-            # Of one file only so much is read at a time; a full reading may be a quarter as many characters.
+            # A reading of one file is limited to a chunk, and a full one may have only a quarter as many characters.
             size = sum(len(text) for _, text in lines) + sum(len(line) for _, _, line in found)
             is_more = not alive or size > LOG_CHUNK_BYTES // 8
             more = {"events", "logs"} if is_more else alarm.wait(agent, now)
@@ -162,7 +163,7 @@ def follow(
 
 
 def _said_now(node_dir: str, before: NodeStatus, snapshots: str) -> NodeStatus:
-    """What its agent says now, with what the host said before: no file of the folder was replaced since."""
+    """Return the agent's present status; keep the host's fields, as no file of the folder was replaced since."""
     found = status.said(node_dir)
     found["snapshot"] = status.newest_snapshot(snapshots)
     for name in ("alive", "known", "fence", "granted", "agent"):
@@ -171,14 +172,14 @@ def _said_now(node_dir: str, before: NodeStatus, snapshots: str) -> NodeStatus:
 
 
 class _Alarm:
-    """Ends a rest as soon as a node's status is written, a file of its folder is replaced, or its agent has ended.
+    """A wait that ends when a node's status is written, a file of its folder is replaced, or its agent has ended.
 
-    So there is little to look at in between: while ranks train each look takes its share of a core from them.
+    Less polling is needed with it: while ranks train, each reading takes CPU time from them.
     """
 
     def __init__(self, node_dir: str) -> None:
         self.hears = False
-        """Whether it was told of what changed there, in the last rest."""
+        """Whether inotify reported the changes during the last wait."""
         self._node_dir = node_dir
         self._is_set = False
         self._handle: Optional[int] = None
@@ -196,10 +197,10 @@ class _Alarm:
             pass
 
     def wait(self, agent: Optional[AgentRecord], now: NodeStatus) -> Set[str]:
-        """Rest; what has changed there, as of `_Changes`, since the rest before if there was one."""
+        """Wait; return what has changed since the wait before, by the names of `_Changes`."""
         if not self._is_set:
             self._set()
-            return {"folder"}  # what has changed before it was set
+            return {"folder"}  # changes from before inotify was set up
         self.hears = False
         try:
             end: int = os.pidfd_open(agent["pid"])  # type: ignore[attr-defined, index, unused-ignore]
@@ -226,17 +227,17 @@ class _Alarm:
         return {"folder"} if is_moved else {"status"}
 
     def close(self) -> None:
-        """Hear no more."""
+        """Close the inotify descriptor."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
 class _Changes:
-    """What of a node's folder has changed since it was looked at last, told by a few calls of `stat`.
+    """Detects by a few calls of `stat` what has changed in a node's folder since the last look.
 
-    Reading all of it several times a second would take a core's share from the job. A file that is replaced shows as
-    a change of its folder. A change within the same tick of the file system's clock may be missed.
+    Reading all files several times a second would take CPU time from the job. A file that is replaced changes its
+    folder. A change within the same tick of the file system's clock may be missed.
     """
 
     def __init__(self, node_dir: str) -> None:
@@ -245,7 +246,7 @@ class _Changes:
         self._last: Dict[str, Any] = {}
 
     def look(self) -> Set[str]:
-        """Of ``folder`` (a file there was replaced), ``status``, ``events`` and ``logs`` those that have changed."""
+        """Return which of ``folder`` (a file was replaced), ``status``, ``events`` and ``logs`` have changed."""
         folder = os.path.join(self._node_dir, "logs")
         listed = _changed(folder)
         if listed != self._last.get("listed"):
@@ -254,7 +255,7 @@ class _Changes:
         now: Dict[str, Any] = {
             "listed": listed,
             "folder": _changed(self._node_dir),
-            "status": events_file,  # it is rewritten among the events
+            "status": events_file,  # its line in the file of events is rewritten
             "events": events_file and events_file[1],
             "logs": [listed, *map(_changed, self._logs)],
         }
@@ -272,10 +273,11 @@ def _changed(path: str) -> Optional[Tuple[int, int]]:
 
 
 def events(node_dir: str, file: str = "", offset: int = 0) -> List[List[Any]]:
-    """A node's events since `offset` of its `file`, all where that is another: ``[[file, where it ends, line]]``.
+    """Return a node's events since `offset` of `file`: ``[[file, offset of the line's end, line]]``.
 
-    A file is known by the time of its first event: a node whose disk is new begins another. So does one that a power
-    loss has left shorter than it was read: an empty line says where, and what comes then is of ``FILE@BYTES``.
+    A file is named by the time of its first event. If the name differs from `file`, as on a new disk, all events are
+    returned. If a power loss has made the file shorter than `offset`, an empty line marks the place, and further events
+    are those of ``FILE@BYTES``.
     """
     found: List[List[Any]] = []
     try:
@@ -291,7 +293,7 @@ def events(node_dir: str, file: str = "", offset: int = 0) -> List[List[Any]]:
                 name, place = "%s@%d" % (name, size), size
                 found.append([name, place, ""])
             events_file.seek(place)
-            # A line may be longer than that.
+            # A line may be longer than a chunk.
             data = events_file.read(LOG_CHUNK_BYTES) + events_file.readline()
     except OSError:
         return found

@@ -1,10 +1,10 @@
-"""When each line of the ranks' logs was written, and how much of the logs is kept; standard library, Python 3.8.
+"""Record when each line of the ranks' logs was written, and bound the logs' size; standard library, Python 3.8.
 
-A rank writes straight into its file and nothing stands between: it must not stop because its agent has. So lines
-have no times of their own. A thread of the agent looks at the files instead, and writes beside each how long it was
-when (``rank0-attempt0.1.times``): a line is dated to within half a second. What the logs of a node may take is
-bounded: those of earlier attempts go first, then a hole is made in the middle of the present ones. A hole moves no
-byte: who follows the file by its length finds his place again, and whoever writes to it does not notice.
+A rank writes directly into its file, since it must not stop when its agent does. So lines have no times of their own.
+Instead, a thread of the agent records the length of each file over time (``rank0-attempt0.1.times``), which dates a
+line to within half a second. If the logs of a node exceed their bound, those of earlier attempts are removed first,
+then a hole is made in the middle of the present ones. A hole moves no byte: offsets in the file stay valid, and its
+writer is not affected.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Callable, List, Optional, Sequence, Tuple
 from nodekit.deploy.host import files
 from nodekit.deploy.host.schema import Say
 
-LOOK_S = 2.0  # while ranks train, the agent asks four times as often
-CHECK_S = 5.0  # how often the room that the logs take is looked at
-HEAD_BYTES = 1 << 20  # of each log stays whatever happens: versions, settings, the first steps
-MAX_MARKS = 1 << 16  # of one log: 1.5 MB
-BLOCK_BYTES = 1 << 16  # a hole has whole blocks of the file system only
+LOOK_S = 2.0  # between two looks of the thread; while ranks train, the agent calls `look` four times as often
+CHECK_S = 5.0  # between two checks of the logs' size
+HEAD_BYTES = 1 << 20  # the beginning of each log that is always kept: versions, settings, the first steps
+MAX_MARKS = 1 << 16  # the most marks of one log: 1.5 MB
+BLOCK_BYTES = 1 << 16  # a hole consists of whole blocks of the file system
 
 _NAME = re.compile(r"rank(\d+)-attempt(\d+)\.(\d+)\.(log|times)")
 _MARK = struct.Struct("<ddd")
@@ -37,13 +37,13 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
 def parse_name(name: str) -> Optional[Tuple[int, Tuple[int, int]]]:
-    """Rank and attempt of a log by its file's name; None for another file."""
+    """Return rank and attempt from the name of a log; None for another file."""
     found = _NAME.fullmatch(name)
     return (int(found[1]), (int(found[2]), int(found[3]))) if found and found[4] == "log" else None
 
 
 def marks_of(log: str) -> str:
-    """Where the marks of a log are."""
+    """Return the path of a log's marks."""
     return os.path.splitext(log)[0] + ".times"
 
 
@@ -51,10 +51,10 @@ def marks_of(log: str) -> str:
 
 
 class Marks:
-    """What is known of when a log was written: up to `offsets[i]`, from `begins[i]` to `ends[i]`."""
+    """When a log was written: the bytes up to `offsets[i]`, between the times `begins[i]` and `ends[i]`."""
 
     def __init__(self, data: bytes = b"") -> None:
-        """From a file's bytes; what a crash has torn off the last mark is no mark."""
+        """Parse a file's bytes; a last mark that a crash has torn is ignored."""
         values = array.array("d", data[: len(data) // _MARK.size * _MARK.size])
         if sys.byteorder == "big":
             values.byteswap()
@@ -64,7 +64,7 @@ class Marks:
         return len(self.offsets)
 
     def time_of(self, end: int, otherwise: float) -> float:
-        """When the line that ends at byte `end` was written; `otherwise` is for what no mark covers yet."""
+        """Return when the line that ends at byte `end` was written; `otherwise` if no mark covers it yet."""
         place = bisect.bisect_left(self.offsets, end)
         if place == len(self):
             return max([otherwise, *self.ends[-1:]])
@@ -75,12 +75,12 @@ class Marks:
         return begin + (last - begin) * (end - before) / (self.offsets[place] - before)
 
     def before(self, when: float) -> int:
-        """Up to which byte all was written before `when`."""
+        """Return an offset up to which everything was written before `when`."""
         place = bisect.bisect_left(self.ends, when)
         return int(self.offsets[place - 1]) if place else 0
 
     def merged(self, most: int) -> "Marks":
-        """At most so many: the newest quarter as it is, what is older in spans of equal time."""
+        """Return at most `most` marks: keep the newest `most // 4`, and merge older ones into spans of equal time."""
         if len(self) <= most:
             return self
         keep = most // 4
@@ -100,12 +100,12 @@ class Marks:
         return result
 
     def to_bytes(self) -> bytes:
-        """As they lie in the file."""
+        """Return the marks as bytes, in the format of the file."""
         return b"".join(map(_MARK.pack, self.offsets, self.begins, self.ends))
 
 
 def read_marks(log: str, since: int = 0) -> Marks:
-    """The marks of a log, those for what comes after byte `since` at least; none where there is no such file."""
+    """Read the marks of a log, at least those after byte `since`; none if there is no such file."""
     try:
         with open(marks_of(log), "rb") as file:
             size = os.fstat(file.fileno()).st_size // _MARK.size * _MARK.size
@@ -121,7 +121,7 @@ def read_marks(log: str, since: int = 0) -> Marks:
 
 
 def first_time(log: str) -> Optional[float]:
-    """When the first of it was written."""
+    """Return when the first bytes of a log were written; None if unknown."""
     try:
         with open(marks_of(log), "rb") as file:
             found = Marks(file.read(_MARK.size))
@@ -148,9 +148,9 @@ class _Log:
             self.num_marks = os.path.getsize(marks_of(path)) // _MARK.size
 
     def mark(self, size: int, when: float) -> None:
-        """Write down that it was so long then."""
+        """Record that the log had `size` bytes at the time `when`."""
         handle = os.open(marks_of(self.path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:  # at its place: one that a full disk or a crash has torn is written over by the next
+        try:  # not by appending, so that the next mark overwrites one that a full disk or a crash has torn
             if os.pwrite(handle, _MARK.pack(size, when, when), self.num_marks * _MARK.size) < _MARK.size:
                 raise OSError(errno.ENOSPC, "the disk is full")
         finally:
@@ -160,15 +160,15 @@ class _Log:
 
 
 class Logbook:
-    """Looks at the logs of one node: dates what is written, and keeps it within bounds."""
+    """Dates the logs of one node, and keeps their size within a bound."""
 
     def __init__(self, folder: str, keep_bytes: int, say: Say) -> None:
-        """Nothing happens before `begin`.
+        """Do nothing before `begin`.
 
         Args:
             folder: the node's logs.
-            keep_bytes: what they may take together.
-            say: takes an event: its kind, and its fields by name.
+            keep_bytes: the bound of all logs together.
+            say: writes an event.
         """
         self._folder = folder
         self._keep_bytes = keep_bytes
@@ -183,7 +183,7 @@ class Logbook:
         self._thread: Optional[threading.Thread] = None
 
     def begin(self, paths: Sequence[str]) -> None:
-        """From now on these are the logs of the present attempt."""
+        """Watch these logs from now on, those of a new attempt."""
         self.look()
         with self._lock:
             self._logs = [_Log(path) for path in paths]
@@ -194,12 +194,12 @@ class Logbook:
             self._thread.start()
 
     def close(self) -> None:
-        """Look once more, and no longer."""
+        """Look a last time, and end the thread."""
         self._closing.set()
         self.look()
 
     def look(self) -> None:
-        """Write down how long each log is, where that has changed."""
+        """Record the length of each log that has changed."""
         self._safely(self._look)
 
     def _watch(self) -> None:
@@ -213,7 +213,7 @@ class Logbook:
             with self._lock:
                 function()
         except OSError:
-            pass  # a full disk, or a folder that somebody has removed: the job does not need us
+            pass  # a full disk, or a removed folder: the job goes on without this
 
     def _look(self) -> None:
         now = time.time()
@@ -221,14 +221,14 @@ class Logbook:
             try:
                 found = os.stat(log.path)
             except FileNotFoundError:
-                continue  # its rank has not begun
-            if found.st_size < log.size:  # somebody has emptied it: its marks are of lines that are gone
+                continue  # its rank has not started
+            if found.st_size < log.size:  # the log was truncated: its marks are of lines that are gone
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(marks_of(log.path))
                 log.size, log.num_marks = 0, 0
             if found.st_size == log.size:
                 continue
-            # The last of it was written since we last looked, whatever a file server's clock says, or ours did.
+            # The last bytes were written since the last look, whatever the clock of a file server says.
             when = max(log.when, min(max(found.st_mtime, self._looked), now))
             self._grown += found.st_size - log.size
             log.mark(found.st_size, when)
@@ -242,7 +242,7 @@ class Logbook:
     # --- bounds ---
 
     def bound(self) -> None:
-        """Bring what the logs take below the bound: earlier attempts go first, then the middle of the present logs."""
+        """Reduce the logs to the bound: remove earlier attempts first, then the middle of the present logs."""
         self._checked, self._grown = time.monotonic(), 0
         sizes = {entry.name: entry.stat().st_blocks * 512 for entry in os.scandir(self._folder)}
         total = sum(sizes.values())
@@ -267,14 +267,14 @@ class Logbook:
                 total -= self._cut(log, share)
 
     def _cut(self, log: _Log, share: int) -> int:
-        """Leave out the old middle of a log; how many bytes that gave back."""
+        """Make a hole in the middle of a log; return the bytes that this freed."""
         if not self._can_punch:
             return 0
         head = min(HEAD_BYTES, share // 8)
         handle = os.open(log.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             before = os.fstat(handle)
-            # Three quarters of its share stay: a hole at every look would be a lot of work for little.
+            # Keep three quarters of its share only, or a small hole would be needed at every check.
             end = before.st_size - (share * 3 // 4 - head)
             if not punch(handle, head, end):
                 return 0
@@ -295,10 +295,10 @@ class Logbook:
 
 
 def punch(handle: int, begin: int, end: int) -> bool:
-    """Make a hole in a file, of the whole blocks from `begin` to `end`; False where there are none.
+    """Make a hole in a file, of the whole blocks between `begin` and `end`; False if there are none.
 
     Raises:
-        OSError: EOPNOTSUPP and others where the file system cannot.
+        OSError: EOPNOTSUPP and others if the file system does not support holes.
     """
     block = max(BLOCK_BYTES, os.fstat(handle).st_blksize)
     begin, end = -(-begin // block) * block, end // block * block

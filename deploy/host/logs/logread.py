@@ -1,7 +1,7 @@
-"""The ranks' logs of one node, read on that node: lines with their times, in their order, picked before they travel.
+"""Read the ranks' logs of one node on that node: lines with their times, in order, filtered before they are sent.
 
-Offered to the channels (deploy/connect/channel.py), and used here for copies that were fetched. Standard library only,
-Python 3.8.
+The host channels (deploy/connect/channel.py) call it, and the control machine uses it for fetched copies. Standard
+library only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Opt
 from nodekit.deploy.host.logs import hostfollow, logbook
 from nodekit.deploy.host.node import status
 
-PAGE_BYTES = 256 * 1024  # of text in one answer
-PAGE_S = 1.0  # or as much as is found in this time, so that an answer comes also where nothing matches
+PAGE_BYTES = 256 * 1024  # the most text in one answer
+PAGE_S = 1.0  # the longest time for one answer, so that one comes even if nothing matches
 CHUNK_BYTES = 256 * 1024
 MAX_LINE_BYTES = 64 * 1024
-MATCH_S = 20  # a regular expression that takes longer on one page never comes to an end
+MATCH_S = 20  # a regular expression that takes longer on one page counts as endless
 BEAT_S = 1.0
 FOLLOW_S = 30.0
 PIECE_BYTES = 1 << 20
@@ -33,7 +33,7 @@ Line = Tuple[float, int, str, str]
 
 
 _Entry = Tuple[float, int, Optional[bytes]]
-"""Time, where it ends, line; None for one that is passed over."""
+"""Time, offset of the line's end, line; None for a line that is skipped."""
 
 
 class _File(NamedTuple):
@@ -46,7 +46,7 @@ class _File(NamedTuple):
 
 
 def listing(folder: str) -> List[Dict[str, Any]]:
-    """The logs of a folder, oldest attempt first: file, rank, attempt, its length and when it was last written."""
+    """Return the logs of a folder, oldest attempt first: file, rank, attempt, bytes, and time of the last change."""
     return [
         {
             "file": each.name,
@@ -71,15 +71,15 @@ def _files(folder: str) -> List[_File]:
                 try:
                     stat = entry.stat()
                 except FileNotFoundError:
-                    continue  # removed for want of room
+                    continue  # removed to stay within the bound
                 found.append(_File(entry.path, entry.name, named[0], named[1], stat.st_size, stat.st_mtime))
     except FileNotFoundError:
-        pass  # no rank has begun
+        pass  # no rank has started
     return sorted(found, key=lambda each: (each.attempt, each.rank))
 
 
 class Tail:
-    """Lines of one file from byte `start` on, whole ones, also across what is left out."""
+    """A reader of whole lines of one file from byte `start` on, which passes over holes."""
 
     def __init__(self, path: str, start: int) -> None:
         self._path = path
@@ -88,7 +88,7 @@ class Tail:
         self._skips = False
 
     def more(self, limit: int) -> Optional[List[Tuple[int, bytes]]]:
-        """(where it ends, line) of the next part of the file, which ends at `limit`; None at its end."""
+        """Return (offset of the end, line) for the lines of the next chunk before `limit`; None at `limit`."""
         room = min(CHUNK_BYTES, limit - self._at)
         if room <= 0:
             return None
@@ -102,19 +102,19 @@ class Tail:
             found.append((begin, hostfollow.left_out(begin - self._at).encode()))
             self._held, self._skips = b"", True
         self._at = begin + len(data)
-        if self._skips and data:  # what is left of the line that the hole begins in
+        if self._skips and data:  # drop the rest of the line that was cut by the hole
             cut = data.find(b"\n") + 1
             self._skips = cut == 0
             data = data[cut:] if cut else b""
         elif not data:
-            return found or None  # also of one that was emptied since it was looked at
+            return found or None  # the file may have been truncated since its size was read
         pieces = (self._held + data).split(b"\n")
         self._held = pieces.pop()
         end = self._at - len(self._held) - sum(len(piece) + 1 for piece in pieces)
         for piece in pieces:
             end += len(piece) + 1
             found.append((end, piece))
-        # Of a progress bar that draws itself anew only the last state counts.
+        # Of a progress bar that redraws itself keep only the last state.
         self._held = self._held[self._held.rstrip(b"\r").rfind(b"\r") + 1 :]
         if len(self._held) > MAX_LINE_BYTES:
             found.append((self._at, self._held))
@@ -123,11 +123,11 @@ class Tail:
 
     @property
     def place(self) -> int:
-        """Where the line begins that has no end yet: what was read before need not be read again."""
+        """The offset of the last line if it has no newline yet: reading can continue from there."""
         return self._at - len(self._held)
 
     def rest(self) -> List[Tuple[int, bytes]]:
-        """The last line, where it has no end yet."""
+        """Return the last line if it has no newline yet."""
         held, self._held = self._held, b""
         return [(self._at, held)] if held else []
 
@@ -144,19 +144,19 @@ def page(
     final: bool = True,
     limited: bool = False,
 ) -> Dict[str, Any]:
-    """The next lines of a folder's logs, in the order of their times.
+    """Return the next lines of a folder's logs, in the order of their times.
 
     Args:
         folder: the node's logs.
-        offsets: file → how far it has been read, as the page before said.
-        sizes: file → where to end, as the page before said; None: where they end now, and new ones too.
-        ranks: these only.
-        attempts: these only.
-        since: none before, by this host's clock.
-        until: none after.
+        offsets: file → how far it has been read, from the page before.
+        sizes: file → where to end, from the page before; None: at the present ends, with new files.
+        ranks: only these ranks.
+        attempts: only these attempts.
+        since: only lines written since this time, by this host's clock.
+        until: only lines written until this time.
         grep: only lines in which this regular expression is found.
-        final: a last line without its newline is shown too.
-        limited: end this process where the expression takes for ever: nobody else could.
+        final: return a last line without a newline too.
+        limited: end this process if `grep` takes longer than `MATCH_S`: a match cannot be interrupted otherwise.
 
     Returns:
         ``lines``; ``offsets`` and ``sizes`` for the next page; ``more``: whether there is one.
@@ -169,10 +169,10 @@ def page(
     ]
     for each in files:
         if each.size < new.get(each.name, 0):
-            new[each.name] = 0  # somebody has emptied it, and its rank has begun anew
+            new[each.name] = 0  # the file was truncated, and its rank writes from the beginning
     ends = {each.name: each.size for each in files} if sizes is None else dict(sizes)
     wanted = re.compile(grep) if grep is not None else None
-    # Of each file, when the line that comes next was written, which file that is, and the line.
+    # For each file: the time of its next line, its index in `files`, that line, and the lines after it.
     queue: List[Tuple[float, int, Optional[_Entry], Iterator[_Entry]]] = []
     for order, each in enumerate(files):
         if new.get(each.name, 0) < ends.get(each.name, 0):
@@ -187,7 +187,7 @@ def page(
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """End this process by SIGALRM if it is at it for longer; 0: no limit."""
+    """End this process by SIGALRM if the context takes longer; 0: no limit."""
     if seconds:
         signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -203,7 +203,7 @@ def _take(
     offsets: Dict[str, int],
     wanted: Optional["re.Pattern[str]"],
 ) -> List[Line]:
-    """Take lines from the queue until a page is full; `offsets` are brought up to them."""
+    """Take lines from the queue until a page is full, and advance `offsets` accordingly."""
     found: List[Line] = []
     num_bytes, deadline = 0, time.monotonic() + PAGE_S
     while queue and num_bytes < PAGE_BYTES and time.monotonic() < deadline:
@@ -224,7 +224,7 @@ def _take(
 def _entries(
     file: _File, start: int, limit: int, since: Optional[float], until: Optional[float], final: bool
 ) -> Iterator[_Entry]:
-    """The lines of a log."""
+    """Yield the lines of a log in the given range of bytes and times."""
     marks = logbook.read_marks(file.path, start)
     nothing: _Entry = (file.changed, limit, None)
     if since is not None and start == 0:
@@ -237,7 +237,7 @@ def _entries(
         try:
             found = tail.more(limit)
         except FileNotFoundError:
-            yield nothing  # removed for want of room
+            yield nothing  # removed to stay within the bound
             return
         for end, data in tail.rest() if found is None and final else found or ():
             when = marks.time_of(end, file.changed)
@@ -251,7 +251,7 @@ def _entries(
 
 
 def _line_start(path: str, offset: int) -> int:
-    """Where the line begins that byte `offset` is in."""
+    """Return the offset of the beginning of the line that contains byte `offset`."""
     begin = max(0, offset - MAX_LINE_BYTES)
     with open(path, "rb") as file:
         file.seek(begin)
@@ -267,16 +267,16 @@ def follow(
     poll_s: float,
     node_dir: Optional[str] = None,
 ) -> None:
-    """Send the new lines of some nodes as they come, and something every second.
+    """Send the new lines of some nodes as they appear, and a message at least every second.
 
-    `offsets` and `wanted` are those of `page`, by node. With `node_dir` it ends when the agent there is gone; else
-    after a while, for there may be other nodes.
+    `offsets` and `wanted` are node → arguments of `page`. With `node_dir`, return when its agent has ended; without,
+    after `FOLLOW_S`, since there may be further nodes by then.
     """
     end = time.monotonic() + FOLLOW_S
     at = {name: dict(offsets.get(name, {})) for name in folders}
     sent = 0.0
     while True:
-        # Asked before the logs are read: what was written last is not missed.
+        # Check this before reading the logs, so that the last lines are not missed.
         gone = node_dir is not None and status.agent_alive(node_dir) is None
         is_new = False
         for name, folder in folders.items():
@@ -297,7 +297,7 @@ def follow(
 
 
 def files(folder: str) -> Dict[str, Tuple[int, float]]:
-    """Every file of a folder of logs, with its length and when it was last written."""
+    """Return every file of a folder of logs → its size in bytes, and when it was last written."""
     try:
         with os.scandir(os.path.expanduser(folder)) as entries:
             return {
@@ -310,11 +310,11 @@ def files(folder: str) -> Dict[str, Tuple[int, float]]:
 
 
 def piece(folder: str, file: str, start: int) -> Dict[str, Any]:
-    """The next data of a file: where it begins, holes passed over, and the data, packed for the way."""
+    """Return the next data of a file from `start` on: its offset, after any hole, and the data, zlib in base64."""
     path = os.path.join(os.path.expanduser(folder), os.path.basename(file))
     try:
         with open(path, "rb") as opened:
             begin, data = hostfollow.read_data(opened.fileno(), start, PIECE_BYTES)
     except FileNotFoundError:
-        return {"begin": start, "data": ""}  # removed for want of room
+        return {"begin": start, "data": ""}  # removed to stay within the bound
     return {"begin": begin, "data": base64.b64encode(zlib.compress(data, 1)).decode() if data else ""}

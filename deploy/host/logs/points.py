@@ -1,4 +1,4 @@
-"""Read the loss curve from a node's ``metrics.jsonl``, thinned where the file lies."""
+"""Read the loss curve from a node's ``metrics.jsonl``, and thin it before it is sent."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 import os
 from typing import Any
 
-WHOLE_BYTES = 32 << 20  # a larger file is only looked into, here and there
+WHOLE_BYTES = 32 << 20  # a larger file is only sampled
 _LOOK_BYTES = 16384
 
 
 def losses(path: str, most: int = 600) -> list[list[float]] | None:
-    """``[step, time, mean loss]`` of at most so many stretches of the training, in order; None without the file.
+    """Return ``[step, time, mean loss]`` for consecutive parts of the training; None without the file.
 
     Args:
         path: of the file; ``~`` allowed.
-        most: how many points.
+        most: the most points to return.
     """
     path = os.path.expanduser(path)
     try:
@@ -41,13 +41,13 @@ def _point(line: bytes) -> list[float] | None:
     try:
         values: dict[str, Any] = json.loads(line)
         point = [float(values["step"]), float(values["time"]), float(values["loss"])]
-    except (ValueError, KeyError, TypeError):  # an evaluation, or torn by a crash
+    except (ValueError, KeyError, TypeError):  # an evaluation, or a line that a crash has torn
         return None
     return point if all(map(math.isfinite, point)) else None
 
 
 def _thin(points: list[list[float] | None], most: int) -> list[list[float]]:
-    """The mean of each of so many stretches of about the same length."""
+    """Return at most `most` points: the last step and time, and the mean loss, of parts of about the same length."""
     known = [point for point in points if point is not None]
     count = min(most, len(known))
     thinned = []

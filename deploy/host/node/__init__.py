@@ -1,4 +1,4 @@
-"""One node of a run, in its folder on a host: its agent is started and stopped, its generation fenced, its status read.
+"""Operate one node of a run on its host: start and stop the agent, fence generations, and read the status.
 
-It may import `nodekit.deploy.host` only.
+This folder may import `nodekit.deploy.host` only.
 """

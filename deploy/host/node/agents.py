@@ -1,4 +1,4 @@
-"""Start and stop the agent of a node, and what it runs."""
+"""Start and stop the agent of a node, and its ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nodekit.deploy.host.schema import FINISHED, AgentRecord, NodeStatus, Stoppe
 
 NO_WORKERS_GRACE_S = 3.0
 UNKILLABLE_S = 10.0
-KILLED_S = 3.0  # for ranks to end once they were killed
+KILLED_S = 3.0  # how long to wait for killed ranks to end
 _POLL_S = 0.05
-COPYING_GRACE_S = 23.0  # to copy the last snapshot to other nodes: the agent gives up after 20 s by itself
+COPYING_GRACE_S = 23.0  # for copying the last snapshot to other nodes: the agent itself gives up after 20 s
 
 
 class _Started(NamedTuple):
@@ -26,28 +26,32 @@ class _Started(NamedTuple):
 
     process: "subprocess.Popen[bytes]"
     stdin: "IO[bytes]"
-    """Open while the agent waits for its start; closing it before that ends the agent."""
+    """Open while the agent waits for its start; closing the pipe before that ends the agent."""
     fds: FrozenSet[int]
-    """The sockets in `ports.held` that it was given, those that were there then."""
+    """Descriptors of the sockets in `ports.held` that the agent inherited."""
     log_from: int
-    """Where its own words begin in ``agent.log``, behind those of the agents before it."""
+    """Offset in ``agent.log`` from which the lines are this agent's, in bytes."""
 
 
-_started: Dict[str, _Started] = {}  # node_dir → the last one
+_started: Dict[str, _Started] = {}  # node_dir → the agent started last
 _starting = threading.Lock()
-"""A request that was given up, or is slow, may be under way beside the next one for the same node."""
+"""Serialises starts: a slow or abandoned request may still run beside the next one for the same node."""
 
 
 def prestart(
     node_dir: str, python: str, kit_dir: str, env: Mapping[str, str], env_file: str = ""
 ) -> Dict[str, int]:
-    """Start this node's agent; it imports torch and then waits for `start`, or ends when we do.
+    """Start this node's agent, which imports torch and then waits for `start`; it ends if this server does before.
 
-    `env` is the job's, which libraries read as they are imported; secrets are in it, and it is written nowhere, or
-    they are in `env_file` (JSON).
+    Args:
+        node_dir: the node's folder.
+        python: the interpreter of the agent.
+        kit_dir: kit's package.
+        env: the job's environment, which libraries read on import. It may contain secrets, so it is not written.
+        env_file: a JSON file with further variables, for secrets that are not in `env`.
 
     Raises:
-        RuntimeError: an agent is alive already, or the secrets are no more where they were.
+        RuntimeError: an agent is alive already, or `env_file` was removed.
     """
     node_dir = os.path.expanduser(node_dir)
     files.make_private(node_dir)
@@ -59,7 +63,7 @@ def prestart(
     full = environment(kit_dir, env)
     if env_file:
         found = files.load(env_file)
-        if found is None:  # never start a rank without what the user has it count on
+        if found is None:  # never start a rank without variables that the user's script relies on
             error = RuntimeError("the job's secrets (%s) were removed when it ended" % env_file)
             raise errors.with_cure(error, "kit up brings them again")
         full.update(found)
@@ -89,21 +93,21 @@ def prestart(
             record = json.dumps(_record(agent.pid, log_from)).encode()
             files.write_private(os.path.join(node_dir, "waiting.json"), record)
         except OSError:
-            pass  # the disk is full: `start`, which must write, tells
+            pass  # the disk is full: `start` must write too, and reports it
     finally:
         os.close(log)
     return {"pid": agent.pid}
 
 
 def environment(kit_dir: str, env: Mapping[str, str]) -> Dict[str, str]:
-    """Return this host's environment and `env`, with kit to be found first."""
+    """Return this host's environment with `env` over it, and kit's package first on PYTHONPATH."""
     full = {**os.environ, **env}
     full["PYTHONPATH"] = os.pathsep.join(filter(None, [kit_dir, full.get("PYTHONPATH", "")]))
     return full
 
 
 def leave() -> None:
-    """End the agents that were started and were never given a spec."""
+    """End the agents that were started, and never got a spec."""
     for started in list(_started.values()):
         started.stdin.close()
 
@@ -116,10 +120,10 @@ def _take_spec(node_dir: str, spec: Mapping[str, Any]) -> None:
 def start(
     node_dir: str, spec: Dict[str, Any], port: Optional[int] = None, called_off: int = -1
 ) -> AgentRecord:
-    """Give the agent that waits its spec (written 0600) and, on the rendezvous host, the socket that holds the port.
+    """Give the waiting agent its spec (a 0600 file) and, on the rendezvous host, the socket that holds `port`.
 
-    Fences up to `called_off` hold no longer: the generation they were for was never begun. The port is held no longer
-    either: from now on nobody but the agent listens there, and without it a connection is refused.
+    Fences up to `called_off` are ignored: their generation never started. This server closes its copy of the socket, so
+    that connections are refused once the agent has ended.
 
     Raises:
         RuntimeError: a later generation has been here, or another request has started an agent since.
@@ -140,7 +144,8 @@ def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called
     if stdin.closed or (listen_fd is not None and listen_fd not in fds):
         raise RuntimeError("another request has started an agent here meanwhile")
     with fence.locked(node_dir):
-        # Over another connection, while this one was silent. Of two agents nobody would know one, nor stop it.
+        # Another connection may have started an agent while this one was silent. Of two agents only one is on record,
+        # and nobody would stop the other.
         alive = status.agent_alive(node_dir)
         if alive:
             stdin.close()
@@ -155,7 +160,7 @@ def _start(node_dir: str, spec: Dict[str, Any], listen_fd: Optional[int], called
         if os.path.exists(os.path.join(node_dir, "stop")):
             os.unlink(os.path.join(node_dir, "stop"))
         before = status.said(node_dir)
-        if before:  # by another agent
+        if before:  # the last status is another agent's: clear it
             current_status.of(node_dir).write(
                 {"run": before["run"], "node": before["node"], "time": time.time()}
             )
@@ -176,9 +181,9 @@ def _record(pid: int, log_from: int) -> AgentRecord:
 
 
 def _end_waiting(node_dir: str) -> None:
-    """End an agent that another server has launched, and that never got its start.
+    """Kill an agent that another server has launched, and that never got its start.
 
-    Where the connection to that server was cut, this host may not notice for hours; until then neither of them ends.
+    If the connection to that server was cut, this host may take hours to notice, and until then neither would end.
     """
     with fence.locked(node_dir):
         waiting: Optional[AgentRecord] = files.load(os.path.join(node_dir, "waiting.json"))
@@ -187,7 +192,11 @@ def _end_waiting(node_dir: str) -> None:
 
 
 def join(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> NodeStatus:
-    """Call a live agent into the generation of another spec, which it finds in place of its own."""
+    """Have a live agent join the generation of another spec, by replacing its own; return the node's status.
+
+    Raises:
+        RuntimeError: no agent is alive here, or a later generation has been here.
+    """
     node_dir = os.path.expanduser(node_dir)
     if status.agent_alive(node_dir) is None:
         raise RuntimeError("no agent is alive here")
@@ -198,19 +207,19 @@ def join(node_dir: str, spec: Dict[str, Any], called_off: int = -1) -> NodeStatu
             state = status.said(node_dir).get("state")
             has_moved = any(own.get(key) != spec.get(key) for key in ("master_addr", "master_port"))
             if state != "fenced" and not (state == "orphaned" and has_moved):
-                return status.status(node_dir)  # it knows all that, and tries again by itself
+                return status.status(node_dir)  # the agent has this spec already, and retries by itself
             spec = dict(spec, call=own.get("call", 0) + 1)
         _take_spec(node_dir, spec)
     return status.status(node_dir)
 
 
 def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = True) -> Stopped:
-    """End this node's agent and all it started: asked first, killed after `grace_s`, at once with `force`.
+    """End this node's agent and all its processes: SIGTERM, and SIGKILL after `grace_s`, or at once with `force`.
 
-    With `for_good` a file ``stop`` says that the job is to end; without it the node leaves, and may rejoin.
+    With `for_good` a file ``stop`` tells the agent that the job is to end; without it the node leaves, and may rejoin.
     """
     node_dir = os.path.expanduser(node_dir)
-    with _starting:  # else it could be given a spec meanwhile
+    with _starting:  # so that no `start` gives the agent a spec meanwhile
         started = _started.get(node_dir)
         record = status.agent_record(node_dir)
         if started and (
@@ -225,7 +234,7 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
     if os.path.isdir(node_dir):
         _end_waiting(node_dir)
     if record is None or status.pid_if_alive(record) is None:
-        _kill_workers(node_dir)  # the agent was killed and a worker may have outlived it
+        _kill_workers(node_dir)  # workers may have outlived a killed agent
         if for_good:
             _settle_status(node_dir)
         return {"was": "not running", "killed": False}
@@ -234,7 +243,7 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
     if not force:
         processes.send(record["pid"], signal.SIGTERM)
     killed = _wait_for_end(node_dir, record, grace_s, force)
-    # Where the next one was started meanwhile, the ranks are its own.
+    # If another agent was started meanwhile, the ranks are its own.
     if status.agent_alive(node_dir) is None:
         _kill_workers(node_dir)
         if for_good:
@@ -243,12 +252,13 @@ def stop(node_dir: str, grace_s: float, force: bool = False, for_good: bool = Tr
 
 
 def _end_without_spec(process: "subprocess.Popen[bytes]", grace_s: float) -> bool:
-    """Wait until an agent that gets no spec has ended, and kill it after `grace_s`; returns whether that was needed.
+    """Wait until an agent without a spec has ended, and kill it after `grace_s`; return whether it was killed.
 
-    It hears of that when it has imported torch, which from a slow file server takes long; and it has nothing to save.
+    The agent notices the closed pipe once it has imported torch, which takes long from a slow file server. It has
+    nothing to save.
 
     Raises:
-        RuntimeError: SIGKILL does not end it.
+        RuntimeError: SIGKILL does not end the agent.
     """
     try:
         process.wait(grace_s)
@@ -263,10 +273,10 @@ def _end_without_spec(process: "subprocess.Popen[bytes]", grace_s: float) -> boo
 
 
 def _wait_for_end(node_dir: str, record: AgentRecord, grace_s: float, force: bool) -> bool:
-    """Wait until this agent has ended, and kill it when its time is over; returns whether that was needed.
+    """Wait until this agent has ended, and kill it when its time is over; return whether it was killed.
 
     Raises:
-        RuntimeError: SIGKILL does not end it.
+        RuntimeError: SIGKILL does not end the agent.
     """
     killed = had_workers = False
     since = time.monotonic()
@@ -275,10 +285,10 @@ def _wait_for_end(node_dir: str, record: AgentRecord, grace_s: float, force: boo
         found = status.said(node_dir)
         has_workers = bool(found.get("workers"))
         if had_workers and not has_workers:
-            since = time.monotonic()  # what they saved is still to be copied
+            since = time.monotonic()  # the agent still has to copy the snapshot that the workers saved
         had_workers = has_workers
-        # Without workers and copies nothing can be lost, and an agent that waits for its peers inside torch hears no
-        # signal.
+        # Without workers and copies nothing can be lost, and an agent that waits for its peers inside torch does not
+        # handle signals.
         end_s = COPYING_GRACE_S if found.get("copying") else min(grace_s, NO_WORKERS_GRACE_S)
         wait_s = 0.0 if force else grace_s if has_workers else end_s
         if not killed and time.monotonic() - since >= wait_s:
@@ -291,15 +301,15 @@ def _wait_for_end(node_dir: str, record: AgentRecord, grace_s: float, force: boo
 
 
 def _say_stop(node_dir: str) -> None:
-    """Leave word that it is meant: an agent that ends without is started again."""
+    """Write the file ``stop``, without which the supervisor starts an agent that has ended again."""
     try:
         files.write_private(os.path.join(node_dir, "stop"), b"")
     except OSError:
-        pass  # the disk is full: `_settle_status` tells, when there is room
+        pass  # the disk is full: `_settle_status` records the stop if there is room later
 
 
 def _settle_status(node_dir: str) -> None:
-    """Write down that an agent was stopped that could not do so itself, being killed."""
+    """Write the final status of an agent that was killed, and so could not write it."""
     found = status.said(node_dir)
     if found and found.get("state") not in FINISHED:
         try:
@@ -309,7 +319,7 @@ def _settle_status(node_dir: str) -> None:
 
 
 def _kill_workers(node_dir: str) -> None:
-    """Kill the ranks that are left, and wait until they have ended; what the kernel keeps is told by who finds it."""
+    """Kill the ranks that are left, and wait up to `KILLED_S` for their end; unkillable ones are reported elsewhere."""
     for _ in range(round(KILLED_S / _POLL_S)):
         left = status.running_workers(node_dir)
         if not left:
@@ -324,9 +334,9 @@ def inject(
 ) -> Dict[str, Any]:
     """Send signal `number` to recorded processes of this node, and to no others, for `kit drill`.
 
-    `target` is "worker" (that of `rank`, else the first), "workers" (each with all it started), "agent", or "node"
-    (agent and workers). With `saving_s`: not before something is being written to the snapshot folder, and not at
-    all if that long nothing is. Returns who got it, at what time by this host's clock.
+    `target` is "worker" (that of `rank`, else the first), "workers" (each with its process group), "agent", or "node"
+    (agent and workers). With `saving_s`, wait until a file is being written to the snapshot folder, and send nothing if
+    none is within that time. Return the pids, and the time by this host's clock.
     """
     node_dir = os.path.expanduser(node_dir)
     if saving_s and not _wait_for_save(node_dir, saving_s):
@@ -347,7 +357,7 @@ def inject(
 
 
 def _wait_for_save(node_dir: str, timeout_s: float) -> bool:
-    """Wait until a file of the snapshot folder is new or grows."""
+    """Wait until a file of the snapshot folder appears or grows; False if none does in time."""
     folder = status.snapshot_folder(node_dir)
     deadline = time.monotonic() + timeout_s
     before = _sizes_in(folder)
@@ -364,5 +374,5 @@ def _sizes_in(folder: str) -> Dict[str, int]:
     try:
         with os.scandir(folder) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-    except OSError:  # not there yet, or a file of it was just removed
+    except OSError:  # the folder does not exist yet, or one of its files was just removed
         return {}

@@ -1,4 +1,4 @@
-"""Find which folders of a run on this host hold anything, and what its script wrote beside its code."""
+"""Find which folders of a run on this host have files, and what its script wrote into the code folder."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from nodekit.deploy.host.probes import hostfacts
 
 MOST_FILES = 50_000
 MOST_S = 2.0
-_NOT_SNAPSHOTS = ("fence",)  # kit's own, beside them
+_NOT_SNAPSHOTS = ("fence",)  # kit's own file in the snapshot folder
 
 
 def list_artifacts(node_dir: str, code_dir: str, snapshots: str, weights: Sequence[str]) -> Dict[str, Any]:
-    """Look at a node's folders of a run.
+    """List what a node has of a run.
 
     Returns:
-        ``logs``, ``snapshots``, ``curves``: whether there are any; ``weights``: the first of those folders that is
-        there, or ""; ``written``: see `written`; ``code``: a name of the folder that kit works in, for
-        `hostfacts.folders`.
+        ``logs``, ``snapshots``, ``curves``: whether there are any; ``weights``: the first of these folders that is not
+        empty, or ""; ``written``: see `written`; ``code``: an id of kit's work folder, for `hostfacts.folders`.
     """
     node_dir, code_dir = os.path.expanduser(node_dir), os.path.expanduser(code_dir)
     return {
@@ -40,11 +39,11 @@ def list_artifacts(node_dir: str, code_dir: str, snapshots: str, weights: Sequen
 
 
 def written(code_dir: str) -> Optional[Dict[str, Any]]:
-    """What is in a run's code folder and did not come with the code, or was changed since; None: not known.
+    """Return what is in a run's code folder and was not synced, or was changed since; None if unknown.
 
     Returns:
-        ``entries``: [name, number of files, bytes] of each file or folder at the top, the largest first; ``is_all``:
-        whether there was time to look at all of it.
+        ``entries``: [name, number of files, bytes] of each file or folder at the top level, the largest first;
+        ``is_all``: whether all files were looked at within `MOST_FILES` and `MOST_S`.
     """
     came = treefiles.read_list(code_dir)
     if not came:
@@ -84,7 +83,7 @@ def written(code_dir: str) -> Optional[Dict[str, Any]]:
 
 
 def _names(folder: str) -> List[str]:
-    """What is in a folder; nothing where there is none."""
+    """Return the names in a folder; none if it does not exist."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -92,7 +91,7 @@ def _names(folder: str) -> List[str]:
 
 
 def _name_of(code_dir: str) -> str:
-    """Of the folder that kit works in there, which hosts may share: see `hostfacts.folders`."""
+    """Return an id of kit's work folder, which hosts may share (see `hostfacts.folders`); "" if it has none."""
     try:
         return hostfacts.read_folder_id(os.path.dirname(os.path.dirname(os.path.dirname(code_dir))))
     except OSError:

@@ -1,4 +1,4 @@
-"""Write down what a node promises: to refuse old generations (its fence), and which nodes are voters."""
+"""Record a node's promises: to refuse old generations (its fence), and which nodes are voters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from nodekit.deploy.host.schema import NodeStatus
 
 
 def fence(node_dir: str, generation: int) -> NodeStatus:
-    """Refuse every generation below `generation` on this node, for good; what runs of one ends within a moment."""
+    """Refuse every generation below `generation` on this node, for good; return the node's status.
+
+    Ranks of such a generation notice the fence, and end within a moment.
+    """
     node_dir = os.path.expanduser(node_dir)
     files.make_private(node_dir)
     with locked(node_dir):
@@ -27,29 +30,29 @@ def fence(node_dir: str, generation: int) -> NodeStatus:
 
 @contextlib.contextmanager
 def locked(node_dir: str) -> Iterator[None]:
-    """Hold the node's lock while its promises are read and then written: an older request must not come last.
+    """Hold the node's lock while its promises are read and written, so that an older request cannot overwrite a newer.
 
-    Each request has a thread of its own, and a channel that was lost may have left one under way.
+    Each request runs in a thread of its own, and one from a lost channel may still be running.
     """
     handle = os.open(node_dir, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
-            pass  # a file server that locks no folders
+            pass  # the file server does not support locks of folders
         yield
     finally:
         os.close(handle)
 
 
 def enter(node_dir: str, own: Mapping[str, Any], spec: Mapping[str, Any], called_off: int) -> None:
-    """Let the generation of `spec` in, and fence off those before it.
+    """Admit the generation of `spec` to this node, and fence off all earlier ones.
 
     Args:
-        node_dir: the node's folder, which is locked.
-        own: the spec that is here.
-        spec: the one to come.
-        called_off: fences up to this one hold no longer: the generation they were for was never begun.
+        node_dir: the node's folder, which the caller has locked.
+        own: the node's present spec.
+        spec: the spec that will replace it.
+        called_off: ignore fences up to this generation, which never started.
 
     Raises:
         RuntimeError: a later generation has been here.
@@ -59,7 +62,7 @@ def enter(node_dir: str, own: Mapping[str, Any], spec: Mapping[str, Any], called
         raise RuntimeError(
             "generation %d is over: this node is in %d" % (generation, max(there, own["generation"]))
         )
-    # The node may have been fenced before it had a spec, which says where snapshots are.
+    # The node may have been fenced before it had a spec, and so without knowing its snapshot folder.
     if there != generation or fence_in(snapshot_folder(node_dir, spec)) != generation:
         _set_fence(node_dir, spec, generation)
 
@@ -69,24 +72,29 @@ def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int, only_rai
     is_shared = spec.get("env", {}).get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
     files.make_private(node_dir)
     make_snapshot_folder(saved, is_shared=is_shared)
-    for folder in (saved, node_dir):  # nodekit.training looks where it writes, which may be a shared folder
+    for folder in (
+        saved,
+        node_dir,
+    ):  # nodekit.training reads the fence in the folder it saves to, perhaps a shared one
         if only_raises and _is_fenced(folder, generation):
-            continue  # another node has been told of a later one by now
+            continue  # by now another node has set a later fence in the shared folder
         files.write_private(os.path.join(folder, "fence"), b"%d\n" % generation, durable=True)
 
 
 def _is_fenced(folder: str, generation: int) -> bool:
     try:
         return fence_in(folder) >= generation
-    except OSError:  # it is damaged: it is written anew
+    except OSError:  # the file is damaged: write it again
         return False
 
 
 def make_snapshot_folder(folder: str, is_shared: bool) -> None:
-    """Make the folder that ranks save to, 0700; of a shared one not what it lies in, which may be a mount point.
+    """Create the folder that ranks save to, with mode 0700.
+
+    The parent of a shared folder is not created: it may be a mount point whose file system is not mounted.
 
     Raises:
-        OSError: it cannot be made; says what to do.
+        OSError: the folder cannot be created; the message says what to do.
     """
     try:
         if is_shared and not os.path.isdir(folder):
@@ -108,7 +116,7 @@ def make_snapshot_folder(folder: str, is_shared: bool) -> None:
 
 
 def set_voters(node_dir: str, voters: Dict[str, Any]) -> None:
-    """Write down which nodes are voters (deploy/agent/quorum.py), unless a newer list is there."""
+    """Record which nodes are voters (deploy/agent/quorum.py), unless a newer list or another generation is here."""
     node_dir = os.path.expanduser(node_dir)
     path = os.path.join(node_dir, "electorate.json")
     if not os.path.isdir(node_dir):

@@ -1,7 +1,7 @@
-"""Measure and remove what a run has on a host, for `kit rm`.
+"""Measure and remove the files of a run on a host, for `kit rm`.
 
-Only folders of one run are removed, known by what the run has written there; a link is removed as a link, and its
-target is left alone.
+Only folders of this run are removed, recognised by the files that the run wrote there. A symbolic link is removed
+without its target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 from nodekit.deploy.host import files
 from nodekit.deploy.host.probes import hostfacts, leftovers
 
-# Beside the nodes' folders; no inventory has a host of these names (inventory/resolve.py), but Slurm may.
+# kit's own entries beside the nodes' folders. No host of an inventory has such a name (inventory/resolve.py), but a
+# node of Slurm may.
 _OWN = ("code", "code.tree.json", "slurm", "state")
 _BEAT_S = 1.0
 _GRACE_S = 5.0
@@ -26,19 +27,19 @@ _GRACE_S = 5.0
 def list_run(
     folder: str, run_id: str, names: Sequence[str], snapshots: str, part: Callable[[Any], None]
 ) -> dict[str, Any]:
-    """What there is of a run.
+    """Return what a run has on this host.
 
     Args:
         folder: ``<workdir>/runs/<run_id>``.
-        run_id: the run's.
+        run_id: the run.
         names: its nodes.
-        snapshots: where else it keeps snapshots, a folder that hosts share; "" for nowhere.
-        part: called every second, as a sign of life.
+        snapshots: a folder shared between hosts with the run's snapshots; "" if it has none.
+        part: called every second, as a heartbeat.
 
     Returns:
-        ``there``, ``bytes`` of all and ``snapshots_bytes`` of the snapshots; ``shared``, a name of the folder that is
-        the same on every host that has it; ``alive``, what runs of it; ``agents``, the nodes whose ``agent.json`` says
-        which process their agent is, or was; ``problem``, why it must not be removed.
+        ``there``: whether there is anything; ``bytes`` in all, and ``snapshots_bytes``; ``shared``: an id of the work
+        folder, the same on all hosts that share it; ``alive``: the run's processes, in words; ``agents``: the nodes
+        with an ``agent.json``; ``problem``: why the run must not be removed.
     """
     with _beating(part):
         place = Path(folder)
@@ -50,7 +51,7 @@ def list_run(
             found["shared"] = hostfacts.read_folder_id(str(place.parent.parent))
         try:
             _look(found, place, run_id, names, snapshots)
-        except OSError as error:  # nobody knows what is there, or runs
+        except OSError as error:  # unknown what is there, or runs
             what = "%s cannot be read: %s; kit rm again when that is mended"
             found["there"] = True
             found["problem"] = found["problem"] or what % (error.filename or place, error.strerror)
@@ -82,7 +83,7 @@ def _look(found: dict[str, Any], place: Path, run_id: str, names: Sequence[str],
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is anything; OSError where nobody knows."""
+    """Whether there is anything at a path; raises OSError if that cannot be told."""
     try:
         os.lstat(path)
     except files.NOT_FOUND:
@@ -98,10 +99,10 @@ def remove(
     keep_snapshots: bool,
     part: Callable[[Any], None],
 ) -> None:
-    """Remove what `list_run` has found, or all of it but the snapshots; nothing where there is nothing.
+    """Remove what `list_run` finds, or with `keep_snapshots` all of it except the snapshots.
 
     Raises:
-        RuntimeError: it must not be, and why.
+        RuntimeError: the run must not be removed, with the reason.
     """
     found = list_run(folder, run_id, names, snapshots, part)
     if found["problem"] or found["alive"]:
@@ -109,27 +110,27 @@ def remove(
     with _beating(part):
         place = Path(folder)
         shm = [(each["run"], each["node"]) for each in _runs(place, run_id)]
-        if shm:  # nobody could tell later whose it was
+        if shm:  # shared memory: once the folder is gone, nothing tells which run it belonged to
             leftovers.clean(str(place.parent.parent), shm, _GRACE_S)
         if keep_snapshots:
             _strip(place, run_id)
             return
         if snapshots:
-            _take_away(Path(snapshots))  # first: what says whose they are goes last
+            _take_away(Path(snapshots))  # first, as the specs in `place` prove that they are this run's
         _take_away(place)
 
 
 def _take_away(place: Path) -> None:
-    """Remove a folder: it is renamed first, so that an interrupted removal leaves no half of a run."""
+    """Rename a folder, and then remove it, so that an interrupted removal leaves no half of a run under its name."""
     half = _half(place)
     _delete(half)
-    with contextlib.suppress(FileNotFoundError):  # another host that has the same folder was faster
+    with contextlib.suppress(FileNotFoundError):  # another host that shares the folder was faster
         place.rename(half)
     _delete(half)
 
 
 def _half(place: Path) -> Path:
-    """What a run's folder is called while it is being removed."""
+    """Return the name of a run's folder while it is being removed."""
     return place.with_name(".removing-" + place.name)
 
 
@@ -147,10 +148,10 @@ def _problem(own: Path, place: Path, run_id: str, names: Sequence[str]) -> str:
             return f"{path} is of the run '{found}'"
     if ids or (own / "slurm" / "job.json").is_file():
         return ""
-    # It came no further than its code; or most of it has been removed.
+    # The run got no further than its code, or most of it was removed already.
     try:
         others = sorted(each.name for each in own.iterdir() if each.name not in (*_OWN, *names))
-    except FileNotFoundError:  # another host that has the same folder removes it
+    except FileNotFoundError:  # another host that shares the folder removes it
         return ""
     if others:
         return f"{own} says nowhere that it is of this run, and has {', '.join(others[:5])} in it"
@@ -163,7 +164,7 @@ def _snapshots_problem(own: Path, folder: Path, place: Path) -> str:
     if own.is_symlink():
         return f"{own} is a link, and what it points to may be anybody's"
     if own != folder:
-        return ""  # it is half removed, and was looked at before
+        return ""  # it is half removed, and was checked before
     specs = [_load(each) for parent in (place, _half(place)) for each in parent.glob("*/spec.json")]
     if not any(_saves_to(spec, folder) for spec in specs):
         return f"no spec.json in {place} says that {folder} is where this run has its snapshots"
@@ -197,7 +198,7 @@ def _alive(place: Path, run_id: str) -> list[str]:
 
 
 def _nodes(place: Path, run_id: str) -> list[Path]:
-    """The nodes' folders in a run's: those that are no links. One of kit's own names is a node's by its spec.json."""
+    """Return the nodes' folders in a run's folder, without links; one named as in `_OWN` needs the run's spec.json."""
     if place.is_symlink() or not place.is_dir():
         return []
     folders = (each for each in sorted(place.iterdir()) if each.is_dir() and not each.is_symlink())
@@ -207,7 +208,7 @@ def _nodes(place: Path, run_id: str) -> list[Path]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes on disk, without what links point to."""
+    """Return the bytes of a folder on disk, without the targets of links."""
     if folder.is_symlink():
         return 0
     total = 0
@@ -223,7 +224,7 @@ def _size(folder: Path) -> int:
 
 
 def _strip(place: Path, run_id: str) -> None:
-    """Remove all of a run's folder but the snapshots in its nodes' folders."""
+    """Remove everything in a run's folder except the snapshots in its nodes' folders."""
     nodes = _nodes(place, run_id)
     for each in list(place.iterdir()) if place.is_dir() else []:
         if each not in nodes:
@@ -238,24 +239,24 @@ def _strip(place: Path, run_id: str) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Remove a file, a link or a folder with all in it; none is fine."""
+    """Remove a file, a link or a whole folder, if it exists."""
     if path.is_symlink() or not path.is_dir():
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         return
     try:
-        shutil.rmtree(str(path))  # it follows no links
+        shutil.rmtree(str(path))  # does not follow links
     except FileNotFoundError:
-        _delete(path)  # another host removes the same
+        _delete(path)  # another host removes the same folder
     except PermissionError:
-        for parent, _, _ in os.walk(str(path)):  # folders that their owner may not write to, as caches have
+        for parent, _, _ in os.walk(str(path)):  # read-only folders, as some caches have
             os.chmod(parent, 0o700)
         shutil.rmtree(str(path))
 
 
 @contextlib.contextmanager
 def _beating(part: Callable[[Any], None]) -> Iterator[None]:
-    """Give a sign of life every second: a large folder on a slow disk takes its time."""
+    """Send a heartbeat every second in the context: a large folder on a slow disk takes long."""
     done = threading.Event()
 
     def beat() -> None:

@@ -15,11 +15,13 @@ HELD_S = 30.0
 _SNAPSHOT = re.compile(
     r"g(\d{4,})-s(\d{9,})\.json"
 )  # as nodekit.training.snapshots.files.manifest names a committed one
-_last_snapshots: Dict[str, Tuple[List[int], float]] = {}  # folder → the newest that it held, and when
+_last_snapshots: Dict[
+    str, Tuple[List[int], float]
+] = {}  # folder → its newest snapshot, and when that was read
 
 
 def agent_record(node_dir: str) -> Optional[AgentRecord]:
-    """Return which process the node's agent is, or was; None before the first."""
+    """Return which process the node's agent is, or was; None before the first agent."""
     found: Optional[AgentRecord] = files.load(os.path.join(os.path.expanduser(node_dir), "agent.json"))
     return found or None
 
@@ -30,7 +32,7 @@ def agent_alive(node_dir: str) -> Optional[int]:
 
 
 def pid_if_alive(record: Optional[AgentRecord]) -> Optional[int]:
-    """Return the pid of the process that is recorded, if exactly that one is running, else None."""
+    """Return the recorded pid if exactly that process is running, else None."""
     if record and record["boot_id"] == processes.boot_id():
         if processes.is_running(record["pid"], record["start_time"]):
             return record["pid"]
@@ -38,15 +40,15 @@ def pid_if_alive(record: Optional[AgentRecord]) -> Optional[int]:
 
 
 def load_spec(node_dir: str) -> Dict[str, Any]:
-    """Return the spec that the node's agent was given last; {} before the first."""
+    """Return the newest spec of the node's agent; {} before the first."""
     return files.load(os.path.join(node_dir, "spec.json")) or {}
 
 
 def fence_in(folder: str) -> int:
-    """Return the generation that a node is fenced to, by a folder's file; -1 for none.
+    """Return the generation in a folder's fence file; -1 if there is none.
 
     Raises:
-        OSError: nobody knows.
+        OSError: the file cannot be read, or is damaged.
     """
     path = os.path.join(folder, "fence")
     try:
@@ -60,7 +62,7 @@ def fence_in(folder: str) -> int:
 
 
 def status(node_dir: str) -> NodeStatus:
-    """Return the node's last status, with whether its agent is alive, and the end of the log of one that is not."""
+    """Return the node's last status, completed by its host; the end of the agent's log too if the agent has ended."""
     node_dir = os.path.expanduser(node_dir)
     record = agent_record(node_dir)
     alive = pid_if_alive(record)
@@ -87,8 +89,8 @@ def said(node_dir: str) -> NodeStatus:
 def running_workers(node_dir: str) -> List[Worker]:
     """Return the recorded workers that are still the recorded processes.
 
-    A status says nothing of the boot: it is by the agent that ``agent.json`` names, for `agents.start` clears it before
-    it names another. After another boot, or on another host, the same pid and start time may be somebody else's.
+    A status has no boot id, but belongs to the agent in ``agent.json``: `agents.start` clears it before it records
+    another agent. After a reboot, or on another host, the same pid and start time may be those of a foreign process.
     """
     record = agent_record(node_dir)
     if record is None or record["boot_id"] != processes.boot_id():
@@ -98,19 +100,19 @@ def running_workers(node_dir: str) -> List[Worker]:
 
 
 def snapshot_folder(node_dir: str, spec: Optional[Mapping[str, Any]] = None) -> str:
-    """Return where the workers of a spec, by default the one that is here, have their snapshots."""
+    """Return the snapshot folder of the workers of a spec, by default of the node's present one."""
     spec = load_spec(node_dir) if spec is None else spec
     folder: str = spec.get("env", {}).get("NODEKIT_SNAPSHOT_DIR", os.path.join(node_dir, "snapshots"))
     return folder
 
 
 def newest_snapshot(folder: str) -> List[int]:
-    """Return (generation, step) of the newest snapshot that is committed in a folder; (-1, 0) without one.
+    """Return (generation, step) of the newest committed snapshot in a folder; (-1, 0) without one.
 
-    For a folder that cannot be listed it is, for `HELD_S`, what it held last.
+    For up to `HELD_S` after the last good answer, return that one if the folder cannot be listed.
 
     Raises:
-        OSError: nobody knows; the node counts as unreachable.
+        OSError: the newest snapshot is unknown; the node counts as unreachable.
     """
     try:
         names = files.retried(lambda: os.listdir(folder))

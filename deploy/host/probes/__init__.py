@@ -1,4 +1,4 @@
-"""What a host is asked about itself: facts, network, GPUs, software. Sent over the channel.
+"""Inspect a host: facts, network, GPUs, software. This code is sent over the channel.
 
-It may import `nodekit.deploy.host` only.
+This folder may import `nodekit.deploy.host` only.
 """

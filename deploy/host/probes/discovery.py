@@ -1,4 +1,4 @@
-"""Look at a host for `kit init`: GPUs, cores, interfaces, and interpreters with torch."""
+"""Inspect a host for `kit init`: GPUs, cores, interfaces, and interpreters with torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from nodekit.deploy.host.probes.network import nics as interfaces
 
 _PROBE_TIMEOUT_S = 6
 _PROBES_TIMEOUT_S = 12
-"""For all of them: a home on a server that is gone must not cost the rest of the survey."""
+"""For all interpreters together: a home folder on a lost server must not delay everything else."""
 _MAX_INTERPRETERS = 60
 _AT_ONCE = 4
-"""Each takes some 20 ms of a core: more at once would not be sooner done."""
+"""How many interpreters are probed in parallel. Each takes some 20 ms of a core, so more would not be faster."""
 
-# Where people put interpreters. In a venv or conda environment `python` is the one to name; elsewhere `python3`.
+# Where people put interpreters. In a venv or conda environment look for `python`, elsewhere for `python3`.
 _ENVIRONMENTS = (
     "~/venv", "~/.venv", "~/env", "~/*conda*", "~/*forge*", "~/*", "~/*/.venv", "~/*/venv", "~/.virtualenvs/*",
     "~/venvs/*", "~/.venvs/*", "~/envs/*", "~/*conda*/envs/*", "~/*forge*/envs/*", "~/micromamba/envs/*",
@@ -32,7 +32,7 @@ _ENVIRONMENTS = (
 )  # fmt: skip
 _PLAIN = ("/usr/bin/python3", "/usr/local/bin/python3")
 
-# What an interpreter is asked: torch is found but not imported, which takes seconds and may touch the GPUs.
+# Run by each interpreter: locates torch without importing it, which takes seconds and may touch the GPUs.
 _PROBE = r"""
 import importlib.util, json, os, re, sys
 try:
@@ -55,7 +55,7 @@ print("\n" + json.dumps([sys.executable, "%d.%d.%d" % sys.version_info[:3], sys.
 
 
 def survey(python: str = "") -> Dict[str, Any]:
-    """What there is on this host; `python` is an interpreter that somebody has named for it."""
+    """Return the hardware and the interpreters of this host; `python` is an interpreter named by the user, or ""."""
     with ThreadPoolExecutor(1) as beside:
         found = beside.submit(gpus.look_up)
         answer = {
@@ -71,10 +71,10 @@ def survey(python: str = "") -> Dict[str, Any]:
 
 
 def interpreters(named: str = "") -> List[Dict[str, Any]]:
-    """Each interpreter once: ``[{"path", "version", "torch", "default", "named"}]``, the one that runs this first.
+    """Return each interpreter once: ``[{"path", "version", "torch", "default", "named"}]``, the running one first.
 
-    A path in the home folder begins with ``~/``, so that it reads the same on hosts whose users differ. `torch` is
-    its version or None; `default` marks the one that runs this: it is what kit takes that is told of no other.
+    A path in the home folder begins with ``~/``, so that it is the same on hosts with different users. `torch` is its
+    version or None; `default` marks the running interpreter, which kit uses if the inventory names no other.
     """
     found: Dict[str, Dict[str, Any]] = {}
     named = os.path.expanduser(named)
@@ -132,12 +132,12 @@ def _probe(path: str, limit_s: float) -> Optional[List[Any]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=limit_s,
-            cwd="/",  # `-c` looks in the current folder for torch, too
+            cwd="/",  # with `-c`, Python would look for torch in the current folder, too
             check=False,
         )
         answer = json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None  # no interpreter, or a broken one
+        return None  # not an interpreter, or a broken one
     return answer if isinstance(answer, list) and len(answer) == 4 else None
 
 

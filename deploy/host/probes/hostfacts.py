@@ -1,4 +1,4 @@
-"""Look up what a host is: interfaces, routes, GPUs, versions, the working folder."""
+"""Gather the facts of a host: interfaces, routes, GPUs, versions, the work folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nodekit.deploy.host.probes.network import nics
 _OWN_DISKS = frozenset(
     ("btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "tmpfs", "vfat", "xfs", "zfs")
 )
-"""File systems that one machine mounts, and no other beside it."""
+"""File systems that are mounted by one machine at a time."""
 
 
 def facts(
@@ -34,13 +34,13 @@ def facts(
     files: Sequence[str] = (),
     smi_timeout_s: float = gpus.SMI_TIMEOUT_S,
 ) -> Dict[str, Any]:
-    """What `deploy/plan/check.py` needs to know of this host, in one answer.
+    """Return all facts of this host that `deploy/plan/check.py` needs.
 
     Args:
-        workdir: kit's folder here, ``~`` allowed; made if it does not exist.
+        workdir: kit's folder here, ``~`` allowed; created if it does not exist.
         peers: addresses of the other hosts, to find the interface that routes to each.
-        modules: names of packages that may be here or not.
-        files: absolute paths, and programs of the PATH, that the job's command runs.
+        modules: names of packages; the answer has those that are installed.
+        files: absolute paths, and programs on the PATH, that the job's command runs.
         smi_timeout_s: how long nvidia-smi may take.
     """
     workdir = os.path.expanduser(workdir)
@@ -84,19 +84,19 @@ def _user() -> str:
 
 
 def folder_id(folder: str) -> str:
-    """A name of the folder itself, the same on every host that mounts it: made once, by whoever comes first."""
+    """Return an id of a folder, the same on every host that mounts it; created by the first host that asks."""
     name = read_folder_id(folder)
     return name or _made_folder_id(folder)
 
 
 def read_folder_id(folder: str) -> str:
-    """The same, "" where it has none yet.
+    """As `folder_id`, but return "" if the folder has no id yet.
 
-    On a disk of this machine's own it has the machine and the folder's place there after an "@": a copy of the folder,
-    in an image, another home or another container of the image, has the same file in it.
+    On a local disk the id also has boot id, device and inode after an "@": a copy of the folder, in an image, another
+    home or another container of that image, contains the same id file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the id file cannot be read.
     """
     try:
         with open(os.path.join(folder, ".id")) as file:
@@ -110,10 +110,10 @@ def read_folder_id(folder: str) -> str:
 
 
 def folders(ids: Mapping[str, str]) -> Dict[str, str]:
-    """Host → a name of its folder, equal for those that share it, from each one's `folder_id`; "" stays "".
+    """Return host → an id that is equal for hosts that share a folder, from their `folder_id`; "" stays "".
 
-    A file server that is a host too has the folder on its own disk, and the others have it from there: it is one folder
-    as soon as one of them has it without the machine.
+    If the file server is itself a host, it has the folder on a local disk, and the others mount it from there. So ids
+    with and without the part after "@" count as one folder.
     """
     shared = set(ids.values())
     names = {each: each.partition("@")[0] for each in shared}
@@ -150,7 +150,7 @@ def _made_folder_id(folder: str) -> str:
 
 
 def module_version(name: str) -> Optional[str]:
-    """The version of an installed package, read without importing it (torch takes seconds), or None."""
+    """Return the version of a package without importing it, as torch takes seconds; None if it is not installed."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -165,7 +165,7 @@ def module_version(name: str) -> Optional[str]:
                 return match.group(1)
         except OSError:
             pass
-    from importlib import metadata  # takes 20 ms, and is hardly ever needed
+    from importlib import metadata  # takes 20 ms, and is rarely needed
 
     try:
         return metadata.version(name)
@@ -174,7 +174,7 @@ def module_version(name: str) -> Optional[str]:
 
 
 def pip() -> str:
-    """What pip may do to this interpreter: ``installs``, ``managed`` (the system's; PEP 668), or ``none`` is here."""
+    """Return ``installs`` if pip can install here, ``managed`` if it refuses to (PEP 668), ``none`` without pip."""
     marker = os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
     if sys.prefix == sys.base_prefix and os.path.exists(marker):
         return "managed"
@@ -182,24 +182,24 @@ def pip() -> str:
 
 
 def torch_build() -> str:
-    """What torch was built for, read without importing it: ``cuda 12.8``, ``hip 6.4``, ``cpu``; "" where unknown.
+    """Return the platform torch was built for, without importing it; "" if unknown.
 
-    Also ``xpu 20250302`` (Intel) and ``npu 2.7`` (Ascend).
+    For example ``cuda 12.8``, ``hip 6.4``, ``xpu 20250302`` (Intel), ``npu 2.7`` (Ascend) or ``cpu``.
     """
-    if npu := module_version("torch_npu"):  # beside a torch for the CPU
+    if npu := module_version("torch_npu"):  # an extension, installed beside a torch for the CPU
         return "npu %s" % npu
     spec = PathFinder.find_spec("torch", [each for each in sys.path if each])
     try:
         with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as file:  # type: ignore
             found = re.findall(r"^(cuda|hip|xpu)\b[^=]*= (None|'[^']+')", file.read(), re.MULTILINE)
-    except (OSError, AttributeError, TypeError):  # no torch, or not as PyTorch's own builds are
+    except (OSError, AttributeError, TypeError):  # no torch, or a build unlike PyTorch's own
         return ""
     built = ["%s %s" % (name, version.strip("'")) for name, version in found if version != "None"]
     return built[0] if built else "cpu" if found else ""
 
 
 def interfaces() -> List[Dict[str, Any]]:
-    """Each interface with its addresses without prefix: ``[{"name", "up", "addresses": [...]}]``, IPv4 first."""
+    """Return each interface: ``[{"name", "up", "addresses": [...]}]``; addresses without prefix length, IPv4 first."""
     return [
         {
             "name": each["name"],
@@ -211,7 +211,7 @@ def interfaces() -> List[Dict[str, Any]]:
 
 
 def source_address(peer: str) -> Optional[str]:
-    """The address this host would send from to reach `peer`, as the kernel routes, or None. Sends nothing."""
+    """Return the source address for packets to `peer` by the kernel's routes, None without a route. Sends nothing."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(peer, 9, 0, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,7 +1,7 @@
-"""What a host's kernel says of a process that it ended: its log's own lines, and its count of out-of-memory kills.
+"""Find out why the kernel ended a process, from its log and from its count of out-of-memory kills.
 
-Read by the agent where a rank died. Standard library only; bounded in time and size. Who may not read the log (it
-takes root, or group adm) is left with the count.
+The agent uses it when a rank died. Standard library only; bounded in time and size. Reading the log requires root or
+group adm; without that, only the count is available.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import List, Optional
 READ_S = 2.0
 MAX_LINES = 8
 MAX_WIDTH = 300
-_LOG_BYTES = 4 << 20  # a kernel's ring buffer is rarely more
-# What ends processes, and says which: the two out-of-memory killers, faults, the GPU's driver, the disk's.
+_LOG_BYTES = 4 << 20  # the most that is read at once; a kernel's ring buffer is rarely larger
+# Messages about ended processes and broken hardware: both out-of-memory killers, faults, drivers of GPUs and disks.
 _WORTH = re.compile(
     r"Out of memory:|Killed process \d|Memory cgroup out of memory:|oom-kill:|oom_reaper: reaped|segfault at|traps: "
     r"|general protection|NVRM: Xid|Machine check|Hardware Error|I/O error|EXT4-fs error|XFS .*[Cc]orruption"
@@ -30,7 +30,7 @@ _OOM = re.compile(r"oom-kill:|out of memory|oom_reaper|killed process", re.IGNOR
 
 
 def oom_kills(cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
-    """How many processes of our memory cgroup, and those below it, were killed for want of memory; None: not told."""
+    """Return the number of out-of-memory kills in this process's memory cgroup and those below it; None if unknown."""
     found = _memory_cgroup(cgroups, root)
     if found is None:
         return None
@@ -41,37 +41,37 @@ def oom_kills(cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") 
 
 
 class Log:
-    """The lines that are added to the kernel's log from now on."""
+    """A reader of the lines that are added to the kernel's log from now on."""
 
     def __init__(self, path: str = "/dev/kmsg") -> None:
-        """Begin at its end: to read all of it takes 3 ms and more."""
+        """Begin at the end of the log: reading all of it takes 3 ms and more."""
         self._file = -1
         with contextlib.suppress(OSError):
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.lseek(self._file, 0, os.SEEK_END)
 
     def new(self) -> Optional[List[str]]:
-        """Return the messages that have come since the last call; None where the log may not be read."""
+        """Return the messages since the last call; None if this user may not read the log."""
         return None if self._file < 0 else _read_on(self._file)
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the log."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 class Watch:
-    """What the kernel says from now on of processes that it ends."""
+    """Watches for the kernel's messages about processes that it ends from now on."""
 
     def __init__(
         self, log: str = "/dev/kmsg", cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
     ) -> None:
-        """Begin.
+        """Begin to watch.
 
         Args:
-            log: where the kernel's is read.
-            cgroups: where this process's cgroups are told.
+            log: path of the kernel's log.
+            cgroups: path of the file that lists this process's cgroups.
             root: where the cgroups are mounted.
         """
         self._began = time.monotonic()
@@ -81,10 +81,10 @@ class Watch:
         self._lines: list[str] = []
 
     def said(self, pids: Iterable[int]) -> list[str]:
-        """The kernel's lines about these processes, the telling one last; [] for none.
+        """Return the kernel's lines about these processes, the most telling one last; [] if there are none.
 
         Args:
-            pids: of the process that ended, and of others it started.
+            pids: of the process that ended, and of its children.
         """
         new = self._log.new()
         self._lines = _dmesg(self._began - 1.0) if new is None else self._lines + new
@@ -98,15 +98,15 @@ class Watch:
         return lines
 
     def close(self) -> None:
-        """Nothing is asked any more."""
+        """Stop watching."""
         self._log.close()
 
 
 def chosen(lines: Sequence[str], pids: set[int]) -> list[str]:
-    """Those of a kernel's log that tell why one of `pids` ended: its own lines, else what may be about it.
+    """Return the lines of a kernel's log that tell why one of `pids` ended, or may do so.
 
-    In a container the kernel's numbers are others than ours: then an out-of-memory kill of somebody is better than
-    silence. A fault of somebody else is not.
+    The kernel's pids differ from those in a container. So if no line has one of `pids`, lines about any out-of-memory
+    kill are returned, but none about another process's fault.
     """
     worth = [line for line in lines if _WORTH.search(line)]
     own = [line for line in worth if any(int(pid) in pids for pid in _PID.findall(line))]
@@ -118,7 +118,7 @@ def chosen(lines: Sequence[str], pids: set[int]) -> list[str]:
 
 
 def messages(path: str = "/dev/kmsg") -> Optional[List[str]]:
-    """All messages of the kernel's log; None where it may not be read."""
+    """Return all messages of the kernel's log; None if this user may not read it."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -130,16 +130,16 @@ def messages(path: str = "/dev/kmsg") -> Optional[List[str]]:
 
 
 def _read_on(file: int) -> List[str]:
-    """The messages from where the log was read last; bounded in time and size."""
+    """Return the messages since the log was last read; bounded in time and size."""
     deadline = time.monotonic() + READ_S
     found: List[str] = []
     size = 0
     while time.monotonic() < deadline and size < _LOG_BYTES:
         try:
-            record = os.read(file, 8192)  # one record with each read
+            record = os.read(file, 8192)  # each read returns one record
         except BrokenPipeError:
-            continue  # the one to be read next has been overwritten meanwhile
-        except OSError:  # EAGAIN: that was the last one
+            continue  # the next record was overwritten meanwhile
+        except OSError:  # EAGAIN: no more records
             break
         if not record:
             break
@@ -149,18 +149,20 @@ def _read_on(file: int) -> List[str]:
 
 
 def parse(records: str) -> list[str]:
-    """The message of each record, ``PRIORITY,NUMBER,MICROSECONDS,FLAGS;MESSAGE``."""
+    """Return the message of each record, ``PRIORITY,NUMBER,MICROSECONDS,FLAGS;MESSAGE``."""
     found = []
     for line in records.splitlines():
         head, is_record, message = line.partition(";")
         fields = head.split(",")
-        if is_record and len(fields) >= 3 and fields[2].isdigit():  # else a record's dictionary, indented
+        if (
+            is_record and len(fields) >= 3 and fields[2].isdigit()
+        ):  # other lines are a record's indented dictionary
             found.append(message)
     return found
 
 
 def _dmesg(since: float) -> list[str]:
-    """The messages since then, in seconds since the start, from ``dmesg``, which some systems let users run."""
+    """Return the messages of ``dmesg``, which some systems allow all users, from `since` on, in seconds since boot."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             ["dmesg"], capture_output=True, timeout=READ_S, check=False, stdin=subprocess.DEVNULL
@@ -171,14 +173,14 @@ def _dmesg(since: float) -> list[str]:
 
 
 def _memory_cgroup(cgroups: str, root: str) -> tuple[Path, bool] | None:
-    """The folder of our memory cgroup, and whether it is of version 2."""
+    """Return the folder of this process's memory cgroup, and whether it is version 2; None if there is none."""
     paths = {}
     for line in _read(Path(cgroups)).splitlines():
         _, controllers, path = line.split(":", 2)
         paths[controllers] = path.lstrip("/")
     for base, key, is_v2 in (("memory", "memory", False), ("", "", True), ("unified", "", True)):
         if key in paths:
-            # In a container its path is the host's, and what is mounted is its own.
+            # In a container the path may be the host's, but the container's own cgroup is mounted.
             for folder in (Path(root, base, paths[key]), Path(root, base)):
                 if (folder / ("memory.events" if is_v2 else "memory.oom_control")).exists():
                     return folder, is_v2
@@ -186,7 +188,7 @@ def _memory_cgroup(cgroups: str, root: str) -> tuple[Path, bool] | None:
 
 
 def _limit(cgroups: str, root: str) -> int | None:
-    """The least memory that our cgroup or one above it allows, in bytes; None: there is no limit."""
+    """Return the lowest memory limit of this process's cgroup and those above it, in bytes; None if there is none."""
     found = _memory_cgroup(cgroups, root)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Find what runs have left alive on this host, and end it, for `kit check`, `kit clean` and `kit rm`."""
+"""Find and end processes and shared memory that runs have left on this host, for `kit check`, `kit clean`, `kit rm`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from nodekit.deploy.host.schema import Worker
 
 
 class LeftProcess(TypedDict):
-    """A recorded worker, or what belongs to its process group."""
+    """A recorded worker, or another process of its group."""
 
     pid: int
     start_time: Optional[int]
     rank: Optional[int]
     rss_bytes: int
     ports: List[int]
-    """It listens at these."""
+    """TCP ports on which the process listens."""
 
 
 class Segment(TypedDict):
-    """Shared memory that a recorded worker made and nobody has open."""
+    """Shared memory that a recorded worker created, and no process has open."""
 
     path: str
     inode: int
@@ -36,25 +36,25 @@ class Segment(TypedDict):
 
 
 class Remains(TypedDict):
-    """What of a run is alive on this host."""
+    """The processes and shared memory of one run's node on this host."""
 
     run: str
     node: str
     node_dir: str
     state: str
     agent: Optional[int]
-    """Its pid, if exactly the recorded one runs."""
+    """The agent's pid, if exactly the recorded process runs."""
     processes: List[LeftProcess]
     shm: List[Segment]
     quiet_s: float
-    """Since its ranks have last said anything."""
+    """Seconds since its ranks last wrote anything."""
 
 
 def runs(workdir: str, run_id: Optional[str] = None) -> List[Remains]:
-    """Each run of ours that has something alive on this host; or that one, whatever is with the others.
+    """Return the runs in `workdir` that have processes or shared memory on this host; with `run_id` only that one.
 
     Raises:
-        OSError: of one it is not known what is alive.
+        OSError: for one of them this is unknown.
     """
     found = []
     there: Optional[Dict[int, Process]] = None
@@ -64,9 +64,9 @@ def runs(workdir: str, run_id: Optional[str] = None) -> List[Remains]:
         node_dir = os.path.dirname(path)
         record = files.load(path)
         if not isinstance(record, dict):
-            continue  # torn, as a full disk leaves it; `removal` does not go by that
+            continue  # torn, for example by a full disk; `removal` checks for this itself
         if record.get("boot_id") != processes.boot_id():
-            continue  # another host's, where the folder is shared; or of before the last boot, which ended it
+            continue  # of another host that shares the folder, or from before the last boot
         if there is None:
             there = _running()
         run = _run(node_dir, record, there)
@@ -76,7 +76,7 @@ def runs(workdir: str, run_id: Optional[str] = None) -> List[Remains]:
 
 
 def _running() -> Dict[int, Process]:
-    """All processes that have not ended."""
+    """Return all processes that have not ended, by pid."""
     return {pid: each for pid, each in processes.all_of_them().items() if not each.has_ended}
 
 
@@ -113,16 +113,16 @@ def _run(node_dir: str, record: Mapping[str, Any], there: Mapping[int, Process])
 
 
 def _same(record: Mapping[str, Any], there: Mapping[int, Process]) -> bool:
-    """Whether exactly the recorded process runs: a pid alone may be another one's by now."""
+    """Whether exactly the recorded process runs: its pid alone may be another process's by now."""
     process = there.get(record.get("pid", 0))
     return process is not None and process.start_time == record.get("start_time")
 
 
 def _belongs(process: Process, worker: Worker, there: Mapping[int, Process], run_id: str) -> bool:
-    """Whether a process in the group that has a recorded worker's pid is of that worker.
+    """Whether a process whose group has a recorded worker's pid as its id belongs to that worker.
 
-    The group keeps its number while anything is in it. Where the worker itself has ended, the number could since have
-    been used anew, and then the environment that the run's processes have from their start tells.
+    A group keeps its id while any process is in it. If the worker itself has ended, the id may have been reused since;
+    then the process belongs to the run if NODEKIT_RUN_ID in its environment says so.
     """
     if worker["pid"] in there:
         return _same(worker, there)
@@ -134,7 +134,7 @@ def _belongs(process: Process, worker: Worker, there: Mapping[int, Process], run
 
 
 def _listening(pids: List[int]) -> Dict[int, List[int]]:
-    """The TCP ports that processes listen at."""
+    """Return pid → the TCP ports on which the process listens."""
     ports = {each.inode: each.port for each in netstate.sockets() if each.listens} if pids else {}
     found: Dict[int, Set[int]] = {}
     for pid in pids:
@@ -148,12 +148,12 @@ def _listening(pids: List[int]) -> Dict[int, List[int]]:
 def _target(link: str) -> str:
     try:
         return os.readlink(link)
-    except OSError:  # its process has ended, or is another user's
+    except OSError:  # the process has ended, or is another user's
         return ""
 
 
 def _shared_memory(node_dir: str, there: Mapping[int, Process]) -> List[Segment]:
-    """Segments of recorded workers that have ended: torch names one by the pid that made it."""
+    """Return the segments of recorded workers that have ended; torch names a segment by its creator's pid."""
     segments = glob.glob("/dev/shm/torch_*_*")  # noqa: S108  # where shared memory is, not a temporary file
     if not segments:
         return []
@@ -163,11 +163,11 @@ def _shared_memory(node_dir: str, there: Mapping[int, Process]) -> List[Segment]
         if '"workers-started"' in line:
             try:
                 event = json.loads(line)
-                if event["time"] > booted:  # before that a pid was another process's
+                if event["time"] > booted:  # from an earlier boot, the pid was another process's
                     for each in event["workers"]:
                         started.setdefault(each["pid"], event["time"])
             except (ValueError, KeyError):
-                pass  # a line that was being written when the disk was full
+                pass  # a line that a full disk has torn
     ended = _last_sign(node_dir)
     found: List[Segment] = []
     for path in segments:
@@ -179,7 +179,7 @@ def _shared_memory(node_dir: str, there: Mapping[int, Process]) -> List[Segment]
             about = os.stat(path)
         except OSError:
             continue
-        # Made while the run was at work, and so by its worker and by none that had the pid before or after it.
+        # Last changed while the run was at work, so by its worker, and not by another process with the same pid.
         in_time = started[pid] - 5 <= about.st_mtime <= ended + 5
         if about.st_uid == os.getuid() and in_time and not _is_open(path):
             found.append({"path": path, "inode": about.st_ino, "size_bytes": about.st_size})
@@ -187,14 +187,14 @@ def _shared_memory(node_dir: str, there: Mapping[int, Process]) -> List[Segment]
 
 
 def _is_open(path: str) -> bool:
-    """Whether a process of ours has a file open or mapped; another user's cannot, for it is 0600."""
+    """Whether a process of this user has a file open or mapped; other users cannot, as its mode is 0600."""
     return any(path in files.read_text(maps) for maps in glob.glob("/proc/[0-9]*/maps")) or any(
         _target(link) == path for link in glob.glob("/proc/[0-9]*/fd/*")
     )
 
 
 def _last_sign(node_dir: str) -> float:
-    """When the run's ranks here have last said anything; 0 if they never did."""
+    """Return when the node's ranks last wrote to a log or reported progress; 0 if they never did."""
     last = 0.0
     for name in ("progress", "logs"):
         for path in glob.glob(os.path.join(glob.escape(node_dir), name, "*")):
@@ -206,10 +206,13 @@ def _last_sign(node_dir: str) -> float:
 
 
 def clean(workdir: str, names: Sequence[Sequence[str]], grace_s: float) -> List[Remains]:
-    """End what is left of runs whose agent is gone, each named by run and node; what was ended, as of `runs`.
+    """End what is left of runs whose agent has ended, each named by run and node; return what was ended, as `runs`.
 
-    Everything is looked up anew by its record, so that nothing is ended that took a pid meanwhile: asked first, and
-    killed after `grace_s`.
+    Send SIGTERM, and SIGKILL after `grace_s`. Each process is identified again by its record, so that none is ended
+    that has got a reused pid.
+
+    Raises:
+        RuntimeError: SIGKILL does not end a process.
     """
     asked = {tuple(each) for each in names}
     ended = [run for run in runs(workdir) if (run["run"], run["node"]) in asked and run["agent"] is None]

@@ -1,6 +1,6 @@
-"""Look at a host for `kit check`.
+"""Inspect a host for `kit check`.
 
-Each part answers for itself: one that fails is told as its ``error``, and hides nothing else.
+The parts are independent: one that fails returns its ``error``, and the others still answer.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from nodekit.deploy.host.probes import hostfacts, kernel, leftovers
 from nodekit.deploy.host.probes.gpu import gpus
 
 _OTHERS_TIMEOUT_S = 2.0
-_TRIAL_BYTES = 64 * 1024  # written to the working folder, and removed again
+_TRIAL_BYTES = 64 * 1024  # size of a file that is written to the work folder, and removed again
 _XID = "NVRM: Xid"
 _BAD_INFOROM = re.compile(r"infoROM is corrupted at gpu ([0-9A-Fa-f:.]+)")
 
 
 def now() -> float:
-    """This host's clock."""
+    """Return the time of this host's clock, in seconds since 1970."""
     return time.time()
 
 
@@ -44,14 +44,14 @@ def probe(
     path: Sequence[str] = (),
     files: Sequence[str] = (),
 ) -> Dict[str, Any]:
-    """All that `deploy/preflight/checkup.py` wants to know of this host, in one answer.
+    """Return everything about this host that `deploy/preflight/checkup.py` needs.
 
     Args:
         workdir: kit's folder here.
-        peers: as of `hostfacts.facts`; so are `modules` and `files`.
-        imports: top-level names that the job imports.
-        source: the job's script: this interpreter says whether it is Python to it.
-        path: where the job's PYTHONPATH has it look for modules, besides the interpreter's own.
+        peers: as for `hostfacts.facts`; so are `modules` and `files`.
+        imports: top-level modules that the job imports.
+        source: the text of the job's script, whose syntax this interpreter checks.
+        path: the folders of the job's PYTHONPATH.
     """
     workdir = os.path.expanduser(workdir)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -59,7 +59,7 @@ def probe(
         basic = pool.submit(hostfacts.facts, workdir, peers, modules, files)
         software = pool.submit(_guarded, _software, list(imports), source, list(path))
         found = {"facts": basic.result()}
-        # The folder is there from here on, if it can be.
+        # `hostfacts.facts` has created the folder, if that is possible.
         place = pool.submit(_guarded, _workdir, workdir)
         left = pool.submit(_guarded, _runs, workdir)
         found.update(
@@ -71,7 +71,7 @@ def probe(
 def _guarded(look: Callable[..., Dict[str, Any]], *args: Any) -> Dict[str, Any]:
     try:
         return look(*args)
-    except Exception as error:  # told, and the rest goes on
+    except Exception as error:  # reported, and the other parts go on
         return {"error": "%s: %s" % (type(error).__name__, error)}
 
 
@@ -89,7 +89,7 @@ def _workdir(workdir: str) -> Dict[str, Any]:
         handle = os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(handle, bytes(_TRIAL_BYTES))
-            os.fsync(handle)  # a network file system tells of a quota no sooner
+            os.fsync(handle)  # a network file system reports an exceeded quota only then
         finally:
             os.close(handle)
             os.unlink(trial)
@@ -132,15 +132,15 @@ def _first_version(*names: str) -> Optional[str]:
 
 
 def _is_there(name: str, path: List[str]) -> bool:
-    """Whether the job could import a top-level module, which is not imported."""
+    """Whether the job could import a top-level module; found without importing it."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         try:
-            # Not "", which is the login folder here, and what lies there is not the job's.
+            # Without "", which is the login folder here, but the code folder for the job.
             where = [*path, *(each for each in sys.path if each)] if finder is PathFinder else None
             if find is not None and find(name, where) is not None:
                 return True
-        except Exception:  # noqa: S110  # a finder of somebody's: it does not find it
+        except Exception:  # noqa: S110  # a broken third-party finder has not found it
             pass
     return False
 
@@ -191,14 +191,17 @@ def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
             gpus.SMI_TIMEOUT_S,
             also_good=[gpus.SMI_BAD_INFOROM],
         )
-        # The table, of [], is what warns of a corrupt infoROM: -q -x may not (github.com/microsoft/pai/issues/3756).
+        # Without arguments it prints the table, which warns of a corrupt infoROM; -q -x may not do that
+        # (github.com/microsoft/pai/issues/3756).
         for arguments in (["-q", "-x"], ["topo", "-m"], ["topo", "-p2p", "r"], [])
     ]
     (smi, problem), (topo, _), (p2p, _), (table, _) = [each.result() for each in asked]
     pids = sorted({int(pid) for pid in re.findall(r"<pid>(\d+)</pid>", smi)})
     return dict(
         found,
-        smi=re.sub(r"<supported_clocks>.*?</supported_clocks>", "", smi, flags=re.DOTALL),  # half of it
+        smi=re.sub(
+            r"<supported_clocks>.*?</supported_clocks>", "", smi, flags=re.DOTALL
+        ),  # half of the output
         problem=problem,
         topo=topo,
         p2p=p2p,
@@ -209,7 +212,7 @@ def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
 
 
 def _owner(pid: int) -> str:
-    """Who runs a process; "" when it cannot be seen from here, as from inside a container."""
+    """Return the user of a process; "" if the process is not visible from here, as from inside a container."""
     try:
         uid = os.stat("/proc/%d" % pid).st_uid
     except OSError:
@@ -221,10 +224,10 @@ def _owner(pid: int) -> str:
 
 
 def _xid_lines() -> List[str]:
-    """What the driver has said in the kernel's log since the last boot, as far as we may read that."""
+    """Return the driver's Xid lines in the kernel's log since the last boot, as far as this user may read the log."""
     lines = kernel.messages()
     if lines is None:
-        # Where only the administrators may, members of some groups have the journal.
+        # If only root may read the log, members of some groups may still read the journal.
         argv = ["journalctl", "-k", "-b", "-q", "--no-pager", "-g", _XID]
         lines = processes.output(argv, _OTHERS_TIMEOUT_S)[0].splitlines()
     return [line for line in lines if _XID in line][-50:]

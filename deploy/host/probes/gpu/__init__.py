@@ -1,4 +1,4 @@
-"""What a host is asked about its GPUs and other accelerators: which there are, which a job gets, what ails them.
+"""Inspect a host's GPUs and other accelerators: which exist, which a job gets, and their faults.
 
-It may import `nodekit.deploy.host` only.
+This folder may import `nodekit.deploy.host` only.
 """

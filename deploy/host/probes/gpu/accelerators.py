@@ -1,6 +1,6 @@
 """The table of accelerators: how each kind is counted, hidden from a process, and used by torch.
 
-All else that differs between kinds is looked up here. Which one a host has follows from what its torch is built for.
+Other code looks up here whatever differs between kinds. A host's kind follows from the platform of its torch build.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KFD = "/sys/class/kfd/kfd/topology/nodes"
 _DAVINCI = "/dev/davinci"
 
 Listed = Tuple[List[Dict[str, Any]], str, str]
-"""``[{"index", "uuid", "name", "memory_mib"}]``, the driver's version, and why they could not be listed, or ""."""
+"""``[{"index", "uuid", "name", "memory_mib"}]``, the driver's version, and why the list failed, or ""."""
 
 
 class Accelerator(NamedTuple):
@@ -27,18 +27,18 @@ class Accelerator(NamedTuple):
     torch_build: str
     """The first word of `hostfacts.torch_build`."""
     backend: str
-    """torch's backend for collectives between them."""
+    """torch's backend for collectives between such devices."""
     variable: str
-    """Shows a process some of them; "" if there is nothing to hide."""
+    """The environment variable that lists the devices visible to a process; "" if there is none."""
     also: Tuple[str, ...]
-    """Further variables that hide some, if `variable` is not set."""
+    """Further variables with this effect, used if `variable` is not set."""
     first: str
-    """Hides some before that: `variable` counts those that it leaves; "" if there is none."""
+    """A variable that is applied before: `variable` then numbers the devices that remain; "" if there is none."""
     order: Dict[str, str]
-    """Set beside it, so that it numbers them as the probe does."""
+    """Variables to set with `variable`, so that it numbers the devices as the probe does."""
     counted_by: str
     is_proven: bool
-    """Whether kit's own tests, or users' reports, are of such hardware."""
+    """Whether kit's own tests, or users' reports, cover such hardware."""
 
 
 NVIDIA, CPU = "nvidia", "cpu"
@@ -71,31 +71,31 @@ ACCELERATORS = {
     ),
     CPU: Accelerator("CPU", "cpu", "gloo", "", (), "", {}, "", True),
 }
-"""By the word for them in answers."""
+"""The kind, as named in answers → its properties."""
 
 
 def of_build(torch_build: str) -> str:
-    """Return the kind that a torch uses; NVIDIA for one that is unknown or for the CPU, where cards are a finding."""
+    """Return the kind that a torch build uses; NVIDIA for an unknown or a CPU build, to find GPUs it cannot use."""
     word = torch_build.partition(" ")[0]
     found = [kind for kind, each in ACCELERATORS.items() if each.torch_build == word and kind != CPU]
     return found[0] if found else NVIDIA
 
 
 def listed(kind: str, timeout_s: float) -> Listed:
-    """List those of a kind other than NVIDIA, which `gpus.py` lists, in the order in which torch numbers them."""
+    """List the devices of a kind other than NVIDIA (see `gpus.py`), in the order in which torch numbers them."""
     how: Dict[str, Callable[[float], Listed]] = {"amd": _amd, "intel": _intel, "ascend": _ascend}
     return how[kind](timeout_s)
 
 
 def preset(kind: str) -> Tuple[str, Any]:
-    """Return the variable that hides some here, and its value, None if it is not set."""
+    """Return the variable that lists the visible devices on this host, and its value, None if it is not set."""
     row = ACCELERATORS[kind]
     name = next((each for each in (row.variable, *row.also) if each in os.environ), row.variable)
     return name, os.environ.get(name)
 
 
 def _amd(_timeout_s: float) -> Listed:
-    """From the kernel's topology: nodes with SIMD units are GPUs; ROCm numbers them in this order."""
+    """List AMD's GPUs from the kernel's topology: its nodes with SIMD units, which ROCm numbers in this order."""
     found: List[Dict[str, Any]] = []
     for path in sorted(glob.glob(_KFD + "/*/properties"), key=lambda path: int(path.split("/")[-2])):
         words = dict(line.split()[:2] for line in files.read_text(path).splitlines() if len(line.split()) > 1)

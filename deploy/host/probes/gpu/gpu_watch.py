@@ -1,7 +1,7 @@
-"""Look at NVIDIA GPUs every second, and write what is seen to stdout: a line of JSON each time.
+"""Sample NVIDIA GPUs every second, and write each sample to stdout as a line of JSON.
 
 A program of its own (``python -m nodekit.deploy.host.probes.gpu.gpu_watch INDEX…``): once a GPU is lost, a call of the
-driver may never return, and a process that waits in it cannot be killed. Then this one waits, and no agent.
+driver may never return, and a process that waits in it cannot be killed. Then this process hangs, and not the agent.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SLOW = {
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake_slowdown",
 }
-"""Bit of NVML's clocks event reasons → its name to nvidia-smi: the power cap, and those that no load explains."""
+"""Bit of NVML's clocks event reasons → its name in nvidia-smi: the power cap, and reasons not due to the load."""
 _INVALID_ARGUMENT, _NOT_SUPPORTED, _TIMEOUT, _GPU_IS_LOST = 2, 3, 10, 15
 _REASONS = (
     "nvmlDeviceGetCurrentClocksEventReasons",
     "nvmlDeviceGetCurrentClocksThrottleReasons",
-)  # since 12.2; before
+)  # the first since driver 12.2, the second before
 _SM, _GPU_SENSOR, _UNCORRECTED, _VOLATILE = 1, 0, 1, 0
 _XID_EVENT = ctypes.c_ulonglong(8)
 
 
 class Lost(Exception):
-    """The driver says that the GPU is lost."""
+    """The driver reports that the GPU is lost."""
 
 
 class _Utilization(ctypes.Structure):
@@ -62,13 +62,13 @@ class _Event(ctypes.Structure):
 
 
 class Nvml:
-    """NVIDIA's management library, which every driver brings: a call costs microseconds, nvidia-smi half a second.
+    """NVIDIA's management library, part of every driver: a call takes microseconds, nvidia-smi half a second.
 
     Signatures: https://docs.nvidia.com/deploy/nvml-api.
     """
 
     def __init__(self, library: Any) -> None:
-        """`library` is loaded, and initialized."""
+        """Take a library that is loaded and initialized."""
         self._library = library
         self._devices: Dict[int, ctypes.c_void_p] = {}
         self._events: Optional[ctypes.c_void_p] = None
@@ -83,10 +83,10 @@ class Nvml:
             return None
 
     def find(self, index: int) -> bool:
-        """Look for a GPU by its number; whether the driver lists it. One that is not ours to ask is not `usable`.
+        """Look up a GPU by its index; return whether the driver lists it. If access is denied, it is not `usable`.
 
         Raises:
-            Lost: it lists it as lost.
+            Lost: the driver lists the GPU as lost.
         """
         device = ctypes.c_void_p()
         status = self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
@@ -96,21 +96,21 @@ class Nvml:
 
     @property
     def usable(self) -> List[int]:
-        """The GPUs that were found and can be asked."""
+        """The GPUs that were found, and can be queried."""
         return list(self._devices)
 
     def bus(self, index: int) -> str:
-        """Return a GPU's PCI address as the kernel's log has it; "" where the driver does not tell it."""
+        """Return a GPU's PCI address in the format of the kernel's log; "" if the driver does not report it."""
         pci = _Pci()
         if self._call("nvmlDeviceGetPciInfo_v3", self._devices[index], ctypes.byref(pci)):
             return ""
         return short_bus(pci.bus.decode("ascii", "replace"))
 
     def sample(self, index: int) -> GpuUsage:
-        """Return what a GPU does, and how it is; without what it, or its driver, does not tell.
+        """Return the load and health of a GPU, with those fields that it and its driver report.
 
         Raises:
-            Lost: it is lost.
+            Lost: the GPU is lost.
         """
         device = self._devices[index]
         use, memory = _Utilization(), _Memory()
@@ -146,7 +146,7 @@ class Nvml:
         return found
 
     def watch_for_xids(self) -> None:
-        """Have the driver report Xids of the GPUs found so far: the kernel's log may be root's alone to read."""
+        """Have the driver report Xids of the GPUs found so far, as only root may be able to read the kernel's log."""
         events = ctypes.c_void_p()
         if self._call("nvmlEventSetCreate", ctypes.byref(events)):
             return
@@ -157,7 +157,7 @@ class Nvml:
         self._events = events if 0 in told else None
 
     def next_xid(self, wait_s: float) -> Optional[Tuple[Optional[int], int]]:
-        """Wait for an Xid, at most that long: the GPU, where it is one of those found, and the Xid's number."""
+        """Wait up to `wait_s` for an Xid; return the GPU's index (None if unknown) and the number, or None."""
         if self._events is None:
             time.sleep(wait_s)
             return None
@@ -166,19 +166,19 @@ class Nvml:
             "nvmlEventSetWait_v2", events, ctypes.byref(event), ctypes.c_uint(int(wait_s * 1000))
         )
         if status not in (0, _TIMEOUT):
-            return None  # and it is not asked again
+            return None  # an error: do not wait for events again
         self._events = events
         if status:
             return None
         return self._number("nvmlDeviceGetIndex", ctypes.c_void_p(event.device)), int(event.data)
 
     def _number(self, name: str, *arguments: Any, kind: Any = ctypes.c_uint) -> Optional[int]:
-        """Return the number that a function writes to its last argument; None where it has none."""
+        """Return the number that a function writes to its last argument; None if the call fails."""
         value = kind()
         return None if self._call(name, *arguments, ctypes.byref(value)) else int(value.value)
 
     def _call(self, name: str, *arguments: Any) -> int:
-        """Return the status of a call, 0 for success; a function that the driver does not have fails."""
+        """Return the status of a call, 0 for success; not 0 if the driver does not have this function."""
         function = getattr(self._library, name, None)
         status = _NOT_SUPPORTED if function is None else int(function(*arguments))
         if status == _GPU_IS_LOST:
@@ -187,7 +187,7 @@ class Nvml:
 
 
 def looks(nvml: Nvml, indices: Sequence[int], log: kernel.Log) -> Iterator[Dict[str, Any]]:
-    """Look every second: ``gpus`` (samples), ``xids`` (GPU or null, number, text), ``lost`` and ``missing`` (GPUs)."""
+    """Yield every second ``gpus`` (samples), ``xids`` (GPU or None, number, text), ``lost`` and ``missing`` (GPUs)."""
     lost: List[int] = []
     missing: List[int] = []
     buses: Dict[str, int] = {}
@@ -214,22 +214,22 @@ def looks(nvml: Nvml, indices: Sequence[int], log: kernel.Log) -> Iterator[Dict[
                 lost.append(index)
         there = [index for index in there if index not in lost]
         for xid in parse_xids(log.new() or []):
-            # Another GPU's is another job's; but where none tells its address, it may be one of ours.
+            # An Xid of another GPU concerns another job; but if no GPU's address is known, it may be one of these.
             if xid.number in HARDWARE_XIDS and (xid.bus in buses or not buses):
                 xids.append((buses.get(xid.bus), xid.number, xid.text))
         yield {"gpus": gpus, "xids": xids, "lost": lost, "missing": missing}
         xids = []
         while (wait_s := due - time.monotonic()) > 0:
             event = None
-            with contextlib.suppress(Lost):  # which the next look tells
+            with contextlib.suppress(Lost):  # the next sample reports it
                 event = nvml.next_xid(wait_s)
             if event is not None and event[0] in indices and event[1] in HARDWARE_XIDS:
                 xids.append((event[0], event[1], ""))
-                break  # that is worth a look at once
+                break  # sample again at once
 
 
 def main() -> None:
-    """Watch the GPUs that are named, until nobody reads what is written."""
+    """Watch the GPUs given as arguments until the reader of stdout is gone."""
     indices = [int(each) for each in sys.argv[1:]]
     nvml = Nvml.load()
     if nvml is None:

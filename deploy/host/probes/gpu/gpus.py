@@ -1,4 +1,4 @@
-"""Look up the GPUs of this host, and which of them CUDA_VISIBLE_DEVICES, or its like, leaves to a job."""
+"""Look up the GPUs of this host, and which of them CUDA_VISIBLE_DEVICES, or a similar variable, leaves to a job."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Dict, List, Optional, Sequence
 from nodekit.deploy.host import files, processes
 from nodekit.deploy.host.probes.gpu import accelerators
 
-# nvidia-smi takes a second per GPU and more where persistence mode is off; one that hangs is a finding.
+# Without persistence mode, nvidia-smi takes a second or more per GPU; one that takes longer than this is a finding.
 SMI_TIMEOUT_S = 6.0
 SMI_BAD_INFOROM = 14
-"""nvidia-smi's exit status where a GPU's infoROM is corrupt: the GPU works, and all else that it says counts."""
+"""nvidia-smi's exit status if a GPU's infoROM is corrupt: the GPU works, and the rest of the output is valid."""
 _QUERY = ("index", "uuid", "driver_version", "memory.total", "name")
 _MIG = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 _ON_GPU = re.compile(r"^GPU (\d+): ")
-# In a process of its own: it may hang in the driver, and the library would stay loaded here.
+# Run in a process of its own: the call may hang in the driver, and the library would stay loaded.
 _ASK_LIBCUDA = """
 import ctypes
 version = ctypes.c_int()
@@ -28,18 +28,18 @@ if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
 
 
 def look_up(timeout_s: float = SMI_TIMEOUT_S, torch_build: str = "") -> Dict[str, Any]:
-    """What `deploy/plan/gpus.py` needs to know of this host's GPUs.
+    """Return the facts about this host's GPUs that `deploy/plan/gpus.py` needs.
 
     Args:
-        timeout_s: of each program that is asked.
-        torch_build: as `hostfacts.torch_build`: it decides which kind of accelerator is looked for.
+        timeout_s: for each program that is run.
+        torch_build: as `hostfacts.torch_build`; decides which kind of accelerator is looked for.
 
     Returns:
-        ``kind``: of `accelerators.ACCELERATORS`;
-        ``usable``: those that a job may use, ``[{"index", "token", "name", "memory_mib"}]``: nvidia-smi's number, and
-        the entry for CUDA_VISIBLE_DEVICES; ``driver``: its version, or ""; ``cuda``: as `cuda_version`, where torch is
-        built for CUDA, else None; ``preset``: the CUDA_VISIBLE_DEVICES that is set here, or None; ``problem``: why GPUs
-        that are there could not be listed, or "".
+        ``kind``: a key of `accelerators.ACCELERATORS`;
+        ``usable``: the GPUs that a job may use, ``[{"index", "token", "name", "memory_mib"}]``, with nvidia-smi's index
+        and the entry for CUDA_VISIBLE_DEVICES; ``driver``: its version, or ""; ``cuda``: as `cuda_version`, if torch is
+        built for CUDA, else None; ``preset``: CUDA_VISIBLE_DEVICES as it is set here, or None; ``problem``: why the
+        host's GPUs could not be listed, or "".
     """
     kind = accelerators.of_build(torch_build)
     _, preset = accelerators.preset(kind)
@@ -72,7 +72,7 @@ def look_up(timeout_s: float = SMI_TIMEOUT_S, torch_build: str = "") -> Dict[str
     if not listed and not problem:
         problem = "it answered %r" % text.strip()[:100]
     if problem:
-        # Without a card it is a driver's leftover, and there is nothing to find.
+        # Without a GPU, nvidia-smi is only a leftover of a driver, and its failure is no problem.
         if problem != processes.NOT_INSTALLED and has_cards():
             found["problem"] = problem
         return found
@@ -84,9 +84,10 @@ def look_up(timeout_s: float = SMI_TIMEOUT_S, torch_build: str = "") -> Dict[str
 
 
 def cuda_version(timeout_s: float) -> Optional[str]:
-    """The CUDA version of the libcuda that a process here loads, such as ``12.8``; None where none answers.
+    """Return the CUDA version of the libcuda that a process here loads, such as ``12.8``; None if none answers.
 
-    It is the driver's, unless forward compatibility (cuda-compat, as in containers) has put a newer one before it.
+    It is the driver's version, unless a newer libcuda for forward compatibility (cuda-compat, as in containers) is
+    found first.
     """
     text, _ = processes.output([sys.executable, "-I", "-S", "-c", _ASK_LIBCUDA], timeout_s)
     if not text.strip().isdigit():
@@ -97,15 +98,14 @@ def cuda_version(timeout_s: float) -> Optional[str]:
 def visible(
     preset: Optional[str], listed: Sequence[Dict[str, Any]], instances: Dict[str, int]
 ) -> List[Dict[str, Any]]:
-    """The GPUs that CUDA shows under a CUDA_VISIBLE_DEVICES, in its order; pure.
+    """Return the GPUs that a process sees with a value of CUDA_VISIBLE_DEVICES, in CUDA's order; pure.
 
-    As CUDA and torch read it: the list ends at the first entry that names no GPU, and nothing is visible where one is
-    named twice.
+    CUDA and torch end the list at the first entry that names no GPU, and show none at all if one is named twice.
 
     Args:
-        preset: the variable; None where it is not set.
+        preset: the value of the variable; None if it is not set.
         listed: all GPUs, with ``index`` and ``uuid``.
-        instances: MIG instance (its UUID) → index of its GPU.
+        instances: UUID of a MIG instance → index of its GPU.
     """
     tokens = [str(gpu["index"]) for gpu in listed] if preset is None else preset.split(",")
     found = []  # type: List[Dict[str, Any]]
@@ -114,7 +114,7 @@ def visible(
         if gpu is None:
             break
         found.append({**{key: gpu[key] for key in ("index", "name", "memory_mib")}, "token": token})
-    # An instance, or a tile ("0.1") of Intel's, is part of a GPU.
+    # A MIG instance, or a tile of an Intel GPU ("0.1"), is a part of a GPU, so several of one GPU may be named.
     names = [
         each["token"] if "MIG-" in each["token"] or "." in each["token"] else each["index"] for each in found
     ]
@@ -136,7 +136,7 @@ def _named(
 
 
 def _mig_instances(timeout_s: float) -> Dict[str, int]:
-    """UUID of each MIG instance → index of its GPU."""
+    """Return UUID → index of the GPU, for each MIG instance."""
     found, index = {}, -1  # type: Dict[str, int], int
     text, _ = processes.output(["nvidia-smi", "-L"], timeout_s, also_good=[SMI_BAD_INFOROM])
     for line in text.splitlines():
@@ -149,12 +149,12 @@ def _mig_instances(timeout_s: float) -> Dict[str, int]:
 
 
 def has_cards() -> bool:
-    """Whether there is an NVIDIA GPU, with a working driver or without."""
+    """Whether this host has an NVIDIA GPU, with a working driver or without."""
     return bool(num_cards() or glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg"))  # dxg: under WSL
 
 
 def num_cards() -> int:
-    """NVIDIA's GPUs on the PCI bus."""
+    """Return the number of NVIDIA GPUs on the PCI bus."""
     found = 0
     for device in glob.glob("/sys/bus/pci/devices/*"):
         kind = files.read_text(device + "/vendor").strip(), files.read_text(device + "/class")[:4]

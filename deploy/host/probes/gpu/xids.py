@@ -1,4 +1,4 @@
-"""Errors of NVIDIA's driver (Xids) that mean that a GPU is broken, and the kernel's lines that tell of them; pure."""
+"""The errors of NVIDIA's driver (Xids) that mean a broken GPU, and a parser for their lines in the kernel's log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HARDWARE_XIDS = {
     172: "an ECC error of its caches that could not be corrected",
 }
 FATAL_XIDS = frozenset((62, 79, 95, 119, 120))
-"""After these no process can use the GPU. The others hit those that use it at that moment, or none."""
+"""After these no process can use the GPU. Other errors affect the processes using it at that moment, or none."""
 HARMLESS_XIDS = frozenset((92,))
 """Errors that were corrected: no reason why a process failed."""
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.*))?")
@@ -47,7 +47,7 @@ class Xid(NamedTuple):
     """An error that the driver has reported."""
 
     bus: str
-    """``0000:3b:00``."""
+    """The GPU's PCI address, as ``0000:3b:00``."""
     number: int
     text: str
 
@@ -63,5 +63,5 @@ def parse_xids(lines: Iterable[str]) -> List[Xid]:
 
 
 def short_bus(bus: str) -> str:
-    """Return a PCI address as the kernel's log has it, ``0000:3b:00``: domain of four digits, no function."""
+    """Return a PCI address in the format of the kernel's log, ``0000:3b:00``: domain of four digits, no function."""
     return bus.lower().partition(".")[0][-len("0000:00:00") :]

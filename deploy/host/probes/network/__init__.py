@@ -1,4 +1,4 @@
-"""What a host is asked about its network: interfaces, ports, names, the way to other hosts and how fast it is.
+"""Inspect a host's network: interfaces, ports, names, connections to other hosts and their speed.
 
-It may import `nodekit.deploy.host` only.
+This folder may import `nodekit.deploy.host` only.
 """

@@ -1,4 +1,4 @@
-"""Measure how fast this host sends to another over TCP; both ends of it."""
+"""Measure how fast one host sends to another over TCP; the code of both ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any, Callable, Dict, List, Optional
 from nodekit.deploy.host import accept, ports
 
 CONNECT_TIMEOUT_S = 5.0
-_SILENCE_S = 10.0  # a connection that long without a byte is dead
+_SILENCE_S = 10.0  # without a byte for so long, a connection counts as dead
 _CHUNK = bytes(1 << 18)
-_WARM_UP = 0.25  # of the time, for TCP to find the link's speed; not counted
-_LEAST_CHUNKS = 16  # fewer would say little of a slow link's rate: then it takes longer, up to
-_LONGEST = 4  # times as long
+_WARM_UP = 0.25  # the share of the time that is not counted, in which TCP finds the link's speed
+_LEAST_CHUNKS = 16  # with fewer, the rate would be inaccurate: then measure longer
+_LONGEST = 4  # at most so many times as long
 _ROUND_TRIPS = 100
 _ROUND_TRIPS_S = 0.4
 _MAX_HEADER_BYTES = 256
 
 
 def listen(address: str, token: str, limit_s: float) -> int:
-    """Be the other end for `limit_s` seconds, for whoever knows the token; gives the port."""
+    """Be the receiving end for `limit_s` seconds, for peers that know the token; return the port."""
     server = ports.listen(address)
     port: int = server.getsockname()[1]
 
@@ -42,10 +42,10 @@ def listen(address: str, token: str, limit_s: float) -> int:
 def measure(address: str, port: int, token: str, source: str, seconds: float, streams: int) -> Dict[str, Any]:
     """Send to the listener at `address` from our address `source`: ``{"bytes_per_s", "rtt_s"}``.
 
-    The rate is that of all streams together, as it arrives; the round trip is the median on an idle link.
+    The rate is that of all streams together, measured by the receiver; the round trip is the median on an idle link.
 
     Raises:
-        OSError: no connection, or it broke.
+        OSError: a connection failed or broke.
     """
     rtt_s = _round_trip(_connect(address, port, source, "%s echo\n" % token))
     rates: List[float] = []
@@ -76,7 +76,7 @@ def _connect(address: str, port: int, source: str, header: str) -> socket.socket
 
 
 def _round_trip(connection: socket.socket) -> float:
-    """The median of many, in seconds."""
+    """Return the median of up to `_ROUND_TRIPS` round trips, in seconds."""
     with connection:
         times: List[float] = []
         deadline = time.monotonic() + _ROUND_TRIPS_S
@@ -86,11 +86,11 @@ def _round_trip(connection: socket.socket) -> float:
             if not connection.recv(1):
                 raise OSError("the other end closed the connection: is something else at that port?")
             times.append(time.monotonic() - begin)
-        return statistics.median(times[1:])  # the first has the header before it
+        return statistics.median(times[1:])  # the first one includes the header
 
 
 def _send(connection: socket.socket, seconds: float) -> float:
-    """Send until the other end says what has arrived; bytes per second."""
+    """Send until the receiver reports what has arrived; return its rate in bytes per second."""
     with connection:
         connection.setblocking(False)
         said = b""
@@ -109,7 +109,7 @@ def _send(connection: socket.socket, seconds: float) -> float:
                     connection.send(_CHUNK)
                 except BlockingIOError:
                     pass
-        # What still waits to be sent would take a slow link seconds: it is thrown away.
+        # Discard what is still in the send buffer: on a slow link, sending it would take seconds.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         arrived = json.loads(said)
         if not arrived["seconds"]:
@@ -144,7 +144,7 @@ def _header(connection: socket.socket) -> str:
 
 
 def _sink(connection: socket.socket, seconds: float) -> None:
-    """Read for so long, tell what came after the warm-up, and throw away the rest."""
+    """Receive for `seconds` or longer, report the bytes and the time after the warm-up, and discard the rest."""
     buffer = bytearray(1 << 20)
     begin = time.monotonic()
     counted_from: Optional[float] = None
@@ -156,7 +156,7 @@ def _sink(connection: socket.socket, seconds: float) -> None:
             return
         now = time.monotonic()
         if counted_from is None:
-            # From an arrival to an arrival: the bytes of the first one came before the count.
+            # Time is measured from this arrival to the last one, so the bytes of this one are not counted.
             counted_from = now if now - begin >= _WARM_UP * seconds else None
             continue
         num_bytes += got

@@ -1,4 +1,4 @@
-"""Run one program on all hosts together, for `kit check --deep`: start it with its settings, follow it, end it."""
+"""Run this host's part of a program that runs on all hosts, for `kit check --deep`: start it, read it, end it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, Deque, Dict, List, Mapping, Optional, Sequence
 
 from nodekit.deploy.host import ports, processes
 
-# session → the socket that its job is to listen on; session → its job
+# session → the socket on which its job will listen; session → its job
 _held: Dict[str, socket.socket] = {}
 _jobs: Dict[str, "_Job"] = {}
 
 
 class _Job:
-    """A program that says lines of JSON, and lives no longer than its stdin, which is ours."""
+    """A program that prints lines of JSON, and ends when its stdin does, which this process holds."""
 
     def __init__(
         self, argv: Sequence[str], program: str, env: Mapping[str, str], held: Optional[socket.socket]
@@ -43,7 +43,7 @@ class _Job:
             assert self.process.stdin is not None
             self.process.stdin.write(b"%d\n" % len(data) + data)
             self.process.stdin.flush()
-        except OSError:  # it ended at once: its last words tell
+        except OSError:  # the program ended at once; its stderr says why
             pass
 
     def _read(self) -> None:
@@ -73,7 +73,7 @@ class _Job:
 
 
 def hold(session: str, address: str, port: int) -> int:
-    """Listen on a port of an address, 0 for a free one, for the job of this host."""
+    """Listen on a port of an address, 0 for a free one, on behalf of this host's job; return the port."""
     _held[session] = ports.listen(address, port)
     held: int = _held[session].getsockname()[1]
     return held
@@ -82,18 +82,18 @@ def hold(session: str, address: str, port: int) -> int:
 def start_job(
     session: str, argv: Sequence[str], program: str, settings: Dict[str, Any], env: Mapping[str, str]
 ) -> int:
-    """Start a python program, which comes with its settings on stdin (read by BOOT, `deploy/connect/channel.py`)."""
+    """Start a Python program, which BOOT (`deploy/connect/channel.py`) reads with its settings; return the pid."""
     held = _held.pop(session, None)
     if held is not None:
         settings = dict(settings, listen_fd=held.fileno())
     _jobs[session] = _Job(argv, "SETTINGS = %r\n%s" % (settings, program), env, held)
     if held is not None:
-        held.close()  # with the job's end the others are refused
+        held.close()  # only the job has it now, so once the job ends, connections are refused
     return _jobs[session].process.pid
 
 
 def job_said(session: str, seen: int, wait_s: float) -> Dict[str, Any]:
-    """The lines after the first `seen`, once there are any or it has ended: ``lines``, ``status``, ``errors``."""
+    """Wait for lines after the first `seen`, or for the job's end; return ``lines``, ``status``, ``errors``."""
     job = _jobs[session]
     with job.changed:
         job.changed.wait_for(lambda: len(job.lines) > seen or job.ended, wait_s)
@@ -105,7 +105,7 @@ def job_said(session: str, seen: int, wait_s: float) -> Dict[str, Any]:
 
 
 def end_job(session: str) -> None:
-    """End what `start_job` started, or let go of what `hold` holds for it."""
+    """Kill what `start_job` started, or close the socket that `hold` opened for it."""
     held, job = _held.pop(session, None), _jobs.pop(session, None)
     if held is not None:
         held.close()

@@ -1,8 +1,8 @@
-"""Tries the network from one host: listens there, connects to the others.
+"""Test the network from one host: listen there, and connect to the others.
 
-`begin` listens on some ports, `try_peers` connects to the others' and sends them datagrams that may not be cut up,
-`arrived` says whose datagrams came, `finish` lets go. All of it is sockets of the server's own process: when the
-channel ends, they do.
+`begin` listens on some ports, `try_peers` connects to those of the others and sends them datagrams that must not be
+fragmented, `arrived` returns whose datagrams came, `finish` closes everything. All sockets are in the server's own
+process, so they are closed when the channel ends.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from nodekit.deploy.host import ports
 from nodekit.deploy.host.probes.network import netjob, netstate
 from nodekit.deploy.host.probes.network.nics import Nic, nics
 
-SMALL_BYTES = 256  # a datagram that passes wherever any does
+SMALL_BYTES = 256  # the size of a datagram that passes wherever any does
 _HELLO = b"nodekit "
 _MAX_LINE = 512
 OPEN_AT_ONCE = 256
 _MOST_CALLERS = 256
 _TICK_S = 0.05
-# Of linux/in.h: do not fragment, and do not go by what earlier packets have found out about the path.
+# From linux/in.h: do not fragment, and ignore the path MTU that earlier packets have discovered.
 _MTU_DISCOVER: Dict[int, Tuple[int, int]] = {socket.AF_INET: (0, 10), socket.AF_INET6: (41, 23)}
 _PMTUDISC_PROBE = 3
 _HEADERS_BYTES: Dict[int, int] = {socket.AF_INET: 28, socket.AF_INET6: 48}  # IP's and UDP's
 
-# session -> its listening end
+# session → its listening end
 _sessions: Dict[str, "_Session"] = {}
 
 
@@ -48,40 +48,40 @@ class Peer(TypedDict):
     ports: Sequence[int]
     udp_port: Optional[int]
     sizes: Sequence[int]
-    """Of the datagrams to send it, IP header and all."""
+    """Sizes of the datagrams to send, in bytes, with the IP header."""
 
 
 class Tried(TypedDict):
-    """What came of connecting to a peer."""
+    """The result of connecting to a peer."""
 
     connects: List[int]
-    """Its ports that answered."""
+    """The peer's ports that answered."""
     failed: Dict[str, List[int]]
-    """Outcome → its ports."""
+    """Outcome → the peer's ports."""
     words: Dict[str, str]
-    """Outcome → the kernel's words, or the peer's."""
+    """Outcome → the kernel's message, or the peer's."""
     source: Optional[str]
-    """The address that we had."""
+    """The address of this host on the connections."""
     unsent: Dict[str, str]
     """Size of a datagram → why it was not sent."""
     dropped_from: List[int]
-    """Our ports of the calls that got no answer."""
+    """This host's ports of the connections that got no answer."""
 
 
 class Here(TypedDict):
-    """What a host that listens says of itself."""
+    """The state of a listening host's network."""
 
     nics: List[Nic]
     neighbours: Dict[str, netstate.NeighbourTable]
     rdma: List[netstate.RdmaPort]
     range: List[int]
-    """The first and the last port that the kernel gives out."""
+    """The first and the last of the kernel's ephemeral ports."""
     ports: List[int]
-    """It listens on these."""
+    """The TCP ports on which it listens."""
     udp_port: Optional[int]
-    """Of its datagrams."""
+    """The port on which it receives datagrams."""
     taken: Optional[netstate.Taken]
-    """Who holds the rendezvous port."""
+    """The process that holds the rendezvous port; None if the port is free."""
 
 
 def begin(
@@ -93,16 +93,16 @@ def begin(
     num_sampled: int,
     lifetime_s: float,
 ) -> Here:
-    """Listen at `address` on `port` and on some ports of the range that the kernel gives out; say what is here.
+    """Listen at `address` on `port` and on some of the kernel's ephemeral ports; return the state of the network.
 
     Args:
-        session: what the other functions call this.
-        name: this host's, for those who connect.
-        token: known to the hosts of this check alone: by it they know each other.
-        address: that of the interface to try; None: listen nowhere.
-        port: the rendezvous port; None: that of nobody.
-        num_sampled: how many ports of the range.
-        lifetime_s: when to let go at the latest.
+        session: the name of this session for the other functions.
+        name: of this host, sent to those that connect.
+        token: a secret of this check's hosts, by which they authenticate each other.
+        address: of the interface to test; None: listen nowhere.
+        port: the rendezvous port; None: do not test it.
+        num_sampled: how many ephemeral ports.
+        lifetime_s: after so many seconds, close everything in any case.
     """
     low, high = netstate.port_range()
     found: Here = {
@@ -127,7 +127,7 @@ def begin(
             try:
                 opened.listen(address, candidate)
                 break
-            except OSError:  # somebody's connection has it
+            except OSError:  # the port is in use
                 continue
     found["ports"] = opened.ports
     found["udp_port"] = opened.receive(address)
@@ -136,7 +136,7 @@ def begin(
 
 
 def _sample(low: int, high: int, number: int) -> List[int]:
-    """The middle of each of `number` equal parts of a range."""
+    """Return the middle of each of `number` equal parts of a range."""
     part = (high - low + 1) / number
     return sorted({int(low + part * (index + 0.5)) for index in range(number)})
 
@@ -145,7 +145,7 @@ def _sample(low: int, high: int, number: int) -> List[int]:
 
 
 class _Session:
-    """Listens, and answers whoever says hello with this host's name, signed with the token."""
+    """The listening end: it answers each greeting with this host's name, signed with the token."""
 
     def __init__(self, name: str, token: str, lifetime_s: float) -> None:
         self.name = name
@@ -211,7 +211,7 @@ class _Session:
                         for caller in _accept_all(ready):
                             said[caller] = b""
                             selector.register(caller, selectors.EVENT_READ)
-                        while len(said) > _MOST_CALLERS:  # who only connects must not take all descriptors
+                        while len(said) > _MOST_CALLERS:  # silent callers must not use up all descriptors
                             oldest = next(iter(said))
                             selector.unregister(oldest)
                             oldest.close()
@@ -221,7 +221,7 @@ class _Session:
             self._close_sockets()
 
     def _answer(self, caller: socket.socket, said: Dict[socket.socket, bytes]) -> bool:
-        """Read what there is, answer a whole line; True when the caller is gone, or does not speak our language."""
+        """Read what has arrived, and answer a whole line; True if the caller is gone, or sends anything else."""
         try:
             data = caller.recv(_MAX_LINE)
             if not data:
@@ -242,7 +242,7 @@ class _Session:
         while True:
             try:
                 data = self.datagrams.recv(1 << 16)
-            except OSError:  # that was all
+            except OSError:  # no more datagrams
                 return
             token, _, rest = data.rstrip(b"\0").partition(b" ")
             size, _, name = rest.partition(b" ")
@@ -255,7 +255,7 @@ def _accept_all(listener: socket.socket) -> List[socket.socket]:
     while True:
         try:
             caller, _ = listener.accept()
-        except OSError:  # that was all
+        except OSError:  # no more callers
             return callers
         caller.setblocking(False)
         _reset_at_close(caller)
@@ -275,7 +275,7 @@ def _signed(name: str, token: str, nonce: bytes) -> bytes:
 
 
 def arrived(session: str, wanted: Mapping[str, Sequence[int]], wait_s: float) -> Dict[str, List[int]]:
-    """Whose datagrams have come, of which sizes; waits a moment for those that are wanted."""
+    """Return peer → sizes of the datagrams that have arrived, after waiting up to `wait_s` for those `wanted`."""
     own = _sessions[session]
     end = time.monotonic() + wait_s
     while time.monotonic() < end:
@@ -286,7 +286,7 @@ def arrived(session: str, wanted: Mapping[str, Sequence[int]], wait_s: float) ->
 
 
 def finish(session: str) -> None:
-    """Let go of everything, also of what `netjob` has under this session."""
+    """Close everything of this session, and end its job in `netjob`."""
     netjob.end_job(session)
     opened = _sessions.pop(session, None)
     if opened is not None:
@@ -297,7 +297,7 @@ def finish(session: str) -> None:
 
 
 class _Attempt:
-    """One connection on its way."""
+    """One connection that is being tried."""
 
     def __init__(self, peer: Peer, port: int, until: float) -> None:
         self.peer = peer
@@ -309,16 +309,16 @@ class _Attempt:
 
 
 def try_peers(session: str, peers: Sequence[Peer], answer_s: float, limit_s: float) -> Dict[str, Tried]:
-    """Connect to every port of every peer, and send it datagrams.
+    """Connect to every port of every peer, and send each peer datagrams.
 
     Args:
-        session: that of `begin`.
-        peers: to connect to.
+        session: as for `begin`.
+        peers: the hosts to connect to.
         answer_s: how long to wait for a connection, and then for the answer.
-        limit_s: how long all of it may take.
+        limit_s: how long everything together may take.
 
     Returns:
-        peer's name → what came of it.
+        The peer's name → the result.
     """
     own = _sessions[session]
     end = time.monotonic() + limit_s
@@ -329,7 +329,7 @@ def try_peers(session: str, peers: Sequence[Peer], answer_s: float, limit_s: flo
 
 
 class _Calls:
-    """Connections to all ports of all peers, so many at once."""
+    """Connections to all ports of all peers, at most `OPEN_AT_ONCE` at a time."""
 
     def __init__(self, token: str, peers: Sequence[Peer], answer_s: float) -> None:
         nothing: Tried = {
@@ -355,7 +355,7 @@ class _Calls:
         self._selector = selectors.DefaultSelector()
 
     def run(self, end: float) -> Dict[str, Tried]:
-        """Make them all, until `end` at most; what was found of each peer."""
+        """Try all connections, until `end` at the latest; return peer → result."""
         with self._selector:
             while self._wanted or self._waiting:
                 while self._wanted and len(self._waiting) < self._most and time.monotonic() < end:
@@ -381,7 +381,7 @@ class _Calls:
     def _call(self, peer: Peer, port: int) -> None:
         try:
             connection = socket.socket(ports.family_of(peer["address"]), socket.SOCK_STREAM)
-        except OSError:  # no more file handles
+        except OSError:  # no more file descriptors
             if not self._waiting:
                 raise
             self._wanted.appendleft((peer, port))
@@ -398,7 +398,7 @@ class _Calls:
         self._selector.register(connection, selectors.EVENT_WRITE)
 
     def _go_on(self, connection: socket.socket, attempt: _Attempt) -> None:
-        """Say hello once it is connected, and then read the answer."""
+        """Send the greeting once the connection is made, and then read the answer."""
         if attempt.is_connected:
             data = connection.recv(_MAX_LINE)
             attempt.said += data
@@ -434,7 +434,7 @@ class _Calls:
 
 
 def _who(attempt: _Attempt, token: str) -> Tuple[str, str]:
-    """Whether the peer itself has answered."""
+    """Return the outcome of an answer, and the message: "connects" only if the peer itself has answered."""
     answer = attempt.said.split(b"\n")[0]
     name = answer.rpartition(b" ")[0].decode("utf-8", "replace")
     if hmac.compare_digest(answer, _signed(name, token, attempt.nonce)):
@@ -451,14 +451,14 @@ def _outcome(code: int) -> Tuple[str, str]:
 
 
 def _send_datagrams(own: _Session, peer: Peer) -> Dict[str, str]:
-    """A datagram of each size that may not be fragmented; returns which could not even be sent, and why."""
+    """Send an unfragmented datagram of each size; return size → why, for those that could not even be sent."""
     unsent: Dict[str, str] = {}
     if own.datagrams is None or peer["udp_port"] is None:
         return unsent
     headers = _HEADERS_BYTES[ports.family_of(peer["address"])]
     for size in peer["sizes"]:
         text = ("%s %d %s" % (own.token, size, own.name)).encode()
-        for _ in range(2):  # the first may be told of what became of an earlier one
+        for _ in range(2):  # the first try may get the error of an earlier datagram
             try:
                 own.datagrams.sendto(text.ljust(size - headers, b"\0"), (peer["address"], peer["udp_port"]))
                 unsent.pop(str(size), None)

@@ -19,14 +19,14 @@ from nodekit.deploy.host import files
 from nodekit.deploy.host.probes.network import nics
 
 _FIREWALL_S = 3.0
-_LISTEN = "0A"  # as /proc/net/tcp has it
-# Of linux/neighbour.h: ask for the tables of neighbours, and what an answer has in it.
+_LISTEN = "0A"  # the state LISTEN in /proc/net/tcp
+# From linux/neighbour.h: the request for the neighbour tables, and the attributes of an answer.
 _GET_TABLES = 66
 _TABLE_NAME, _TABLE_MOST, _TABLE_CONFIG, _TABLE_STATS = 1, 4, 5, 7
 
 
 class Holder(TypedDict):
-    """Who has a port, as far as we may see it."""
+    """The process that has a port, as far as this user may see it."""
 
     user: str
     pid: Optional[int]
@@ -35,7 +35,7 @@ class Holder(TypedDict):
 
 
 class Taken(Holder):
-    """A port that cannot be had."""
+    """A port that is not available, and the process that has it."""
 
     problem: str
 
@@ -46,51 +46,51 @@ class RdmaPort(TypedDict):
     device: str
     port: int
     state: str
-    """As "ACTIVE"."""
+    """Such as "ACTIVE"."""
     physical: str
     link_layer: str
     rate: str
     interfaces: List[str]
-    """The kernel's that lie on the device."""
+    """The kernel's network interfaces on the device."""
 
 
 class NeighbourTable(TypedDict):
-    """A table of who has which address; it is one for all of a machine's containers."""
+    """A neighbour table (ARP or NDP) of the kernel; all containers of a machine share it."""
 
     entries: int
     most: int
-    """gc_thresh3."""
+    """The limit of entries, gc_thresh3."""
     overflows: int
-    """Since the start of the machine."""
+    """Number of overflows since the machine's boot."""
     is_ours: bool
-    """False: its limits are set elsewhere, on the machine that this host is a container of."""
+    """Whether its limits can be set here; False in a container: set them on the machine."""
 
 
 class OwnName(TypedDict):
-    """What this host's resolver says."""
+    """The answers of this host's resolver."""
 
     name: str
-    """The host's own."""
+    """The host's own name."""
     addresses: Optional[List[str]]
-    """That this name has here; None: the resolver did not answer in time."""
+    """The addresses of this name; None: the resolver did not answer in time."""
     names_peers: bool
-    """It says in time which name the address of another host has, or that it has none."""
+    """Whether a reverse lookup of another host's address ends in time, with a name or without."""
     neighbours: Dict[str, NeighbourTable]
-    """As they are now."""
+    """The neighbour tables at this moment."""
 
 
 class Firewall(TypedDict, total=False):
-    """What filters packets."""
+    """The packet filter of a host."""
 
     tool: str
     """"firewalld", "ufw", "nftables", "iptables" or ""."""
     rules: str
-    """nft's, with handles; "" where we may not see them."""
+    """The rules of nft, with handles; "" if this user may not read them."""
     may_see: bool
 
 
 def port_range() -> Tuple[int, int]:
-    """The ports that the kernel gives to who asks for any, which gloo and NCCL do."""
+    """Return the first and last ephemeral port of the kernel; gloo and NCCL use ports of this range."""
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
             low, high = map(int, file.read().split())
@@ -100,7 +100,7 @@ def port_range() -> Tuple[int, int]:
 
 
 def taken(port: int) -> Optional[Taken]:
-    """None if a rendezvous could listen on a port, on all addresses as torch does; else who holds it."""
+    """Return None if a rendezvous could listen on a port, on all addresses as torch does; else who holds the port."""
     try:
         _bind_all(socket.AF_INET6, port)
         return None
@@ -124,7 +124,7 @@ def _bind_all(family: int, port: int) -> None:
 
 
 class Socket(NamedTuple):
-    """A TCP socket, as the kernel lists it."""
+    """A TCP socket in the kernel's list."""
 
     port: int
     listens: bool
@@ -133,7 +133,7 @@ class Socket(NamedTuple):
 
 
 def sockets() -> List[Socket]:
-    """All TCP sockets of this host."""
+    """Return all TCP sockets of this host."""
     found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in files.read_text(table).splitlines()[1:]:
@@ -143,7 +143,7 @@ def sockets() -> List[Socket]:
 
 
 def holder(port: int) -> Holder:
-    """Who has a TCP port of this host."""
+    """Return which process has a TCP port of this host."""
     inodes: Dict[str, int] = {}
     listening = False
     for each in sockets():
@@ -166,7 +166,7 @@ def holder(port: int) -> Holder:
             pid = int(link.split("/")[2])
             with open("/proc/%d/cmdline" % pid, "rb") as file:
                 words = file.read().split(b"\0")[:-1]
-        except OSError:  # ended meanwhile, or another user's
+        except OSError:  # the process has ended, or is another user's
             continue
         found["pid"] = pid
         found["command"] = " ".join(word.decode("utf-8", "replace") for word in words)[:200]
@@ -175,7 +175,7 @@ def holder(port: int) -> Holder:
 
 
 def rdma_ports(sys: str = "/sys") -> List[RdmaPort]:
-    """The ports of this host's RDMA devices."""
+    """Return the ports of this host's RDMA devices."""
     found: List[RdmaPort] = []
     for folder in sorted(glob.glob(os.path.join(glob.escape(sys), "class/infiniband/*/ports/*"))):
         device = os.path.dirname(os.path.dirname(folder))
@@ -198,9 +198,9 @@ def _line(folder: str, name: str) -> str:
 
 
 def neighbours() -> Dict[str, NeighbourTable]:
-    """The kernel's tables of who has which address, ``arp_cache`` and ``ndisc_cache``; {} where it does not say.
+    """Return the kernel's neighbour tables, ``arp_cache`` and ``ndisc_cache``; {} if they cannot be read.
 
-    The log of the kernel, which not everybody may read, has a line for an overflow; the count is everybody's.
+    The kernel also logs overflows, but not every user may read its log; all users may read the count.
     """
     found: Dict[str, NeighbourTable] = {}
     try:
@@ -214,7 +214,7 @@ def neighbours() -> Dict[str, NeighbourTable]:
 
 
 def _table(parts: Dict[int, bytes]) -> Dict[str, NeighbourTable]:
-    """One table, from the attributes of a netlink message; {} for a message of a single interface's settings."""
+    """Return the table in a netlink message's attributes; {} for a message with the settings of one interface."""
     if not {_TABLE_NAME, _TABLE_MOST, _TABLE_CONFIG, _TABLE_STATS} <= set(parts):
         return {}
     name = parts[_TABLE_NAME].rstrip(b"\0").decode("ascii", "replace")
@@ -230,7 +230,7 @@ def _table(parts: Dict[int, bytes]) -> Dict[str, NeighbourTable]:
 
 
 def own_name(limit_s: float, peer: str) -> OwnName:
-    """What the resolver says of this host's name, and of `peer`, the address of another."""
+    """Look up this host's name, and the name of `peer`, another host's address; give up after `limit_s`."""
     name = socket.gethostname()
     found: OwnName = {
         "name": name, "addresses": None, "names_peers": False, "neighbours": neighbours(),
@@ -244,7 +244,7 @@ def own_name(limit_s: float, peer: str) -> OwnName:
             found["addresses"] = []
 
     def look_up() -> None:
-        # torch connects by sockets of IPv6, and asks for an address of IPv4 in this form, which /etc/hosts must have.
+        # torch uses IPv6 sockets, and so looks up an IPv4 address in its IPv6-mapped form, as /etc/hosts must list it.
         asked = peer if ":" in peer else "::ffff:" + peer
         try:
             (found_as,) = socket.getaddrinfo(
@@ -269,7 +269,7 @@ def own_name(limit_s: float, peer: str) -> OwnName:
 
 
 def firewall() -> Firewall:
-    """What filters packets here."""
+    """Return the packet filter of this host, and its rules."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
     def say(*argv: str) -> str:

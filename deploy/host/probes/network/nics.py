@@ -1,6 +1,7 @@
-"""List the network interfaces of a host, as its kernel has them.
+"""List the network interfaces of a host.
 
-Asked over netlink, which knows network namespaces: /sys shows the interfaces of whoever mounted it.
+The kernel is asked over netlink, which respects network namespaces: /sys shows the interfaces of the namespace in
+which it was mounted.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ _ANSWER_TIMEOUT_S = 5
 _SIOCETHTOOL = 0x8946
 _ETHTOOL_GSET = 1
 _SPEED_UNKNOWN = (0, 0xFFFF, 0xFFFFFFFF)
-_MADE_UP_SPEED = ("veth", "dummy", "ifb")  # their drivers name 10 Gb/s, or nothing, whatever lies below them
+_MADE_UP_SPEED = (
+    "veth",
+    "dummy",
+    "ifb",
+)  # these drivers report a speed of 10 Gb/s, or none, whatever the real one is
 
-# The kernel's name of a driver that makes interfaces → our kind; every other such driver's are "virtual".
+# The kernel's name of a virtual interface's driver → the kind here; with any other driver the kind is "virtual".
 _KINDS = {
     "bridge": "bridge",
     "openvswitch": "bridge",
@@ -44,31 +49,31 @@ _KINDS = {
 
 
 class Nic(TypedDict):
-    """An interface."""
+    """A network interface."""
 
     name: str
     up: bool
-    """It is switched on."""
+    """Whether the interface is enabled."""
     carrier: bool
-    """And its cable has a link."""
+    """Whether it is enabled and its cable has a link."""
     kind: str
     """"physical", "infiniband", "bond", "vlan", "bridge", "virtual" or "loopback"."""
     driver: str
-    """For what is not physical, the kernel's own word, as "veth"; else ""."""
+    """For an interface that is not physical, the kernel's name of its driver, such as "veth"; else ""."""
     mtu: int
     speed_mbit: Optional[int]
-    """None where it is not known."""
+    """None if unknown."""
     master: Optional[str]
-    """The bridge or bond that it is a part of."""
+    """The bridge or bond of which it is a part."""
     addresses: List[str]
-    """With their prefix length, as "10.0.0.1/24", IPv4 first; without those of IPv6 that need a zone."""
+    """With prefix length, such as "10.0.0.1/24", IPv4 first; without link-local IPv6 addresses, which need a zone."""
 
 
 def nics() -> List[Nic]:
-    """Each interface, sorted by name."""
+    """Return all interfaces, sorted by name."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as kernel:
         kernel.settimeout(_ANSWER_TIMEOUT_S)
-        # The rest of either header is zeros: no filter.
+        # The headers are all zeros, which means no filter.
         links = [_link(body) for body in dump(kernel, _RTM_GETLINK, struct.calcsize("=BxHiII"))]
         addresses: Dict[int, List[str]] = {}
         for body in dump(kernel, _RTM_GETADDR, struct.calcsize("=BBBBI")):
@@ -83,14 +88,14 @@ def nics() -> List[Nic]:
         nic["addresses"] = sorted(addresses.get(index, []), key=lambda address: ":" in address)
     found = sorted((nic for _, _, nic in links), key=lambda nic: nic["name"])
     for nic in found:
-        if nic["kind"] == "bridge":  # it has none but its parts'
+        if nic["kind"] == "bridge":  # a bridge has no speed of its own
             speeds = [part["speed_mbit"] or 0 for part in found if part["master"] == nic["name"]]
             nic["speed_mbit"] = max(speeds, default=0) or None
     return found
 
 
 def dump(kernel: socket.socket, what: int, header_bytes: int) -> Iterator[bytes]:
-    """The body of each message that the kernel answers a dump request with."""
+    """Send a dump request to the kernel, and yield the body of each message of the answer."""
     length = struct.calcsize("=IHHII") + header_bytes
     kernel.send(struct.pack("=IHHII", length, what, _NLM_REQUEST_DUMP, 1, 0) + bytes(header_bytes))
     while True:
@@ -111,7 +116,7 @@ def _aligned(size: int) -> int:
 
 
 def attributes_in(data: bytes) -> Dict[int, bytes]:
-    """The attributes of a netlink message, by their kind."""
+    """Return kind → value for the attributes of a netlink message."""
     found = {}
     while len(data) >= 4:
         size, kind = struct.unpack_from("=HH", data)
@@ -123,7 +128,7 @@ def attributes_in(data: bytes) -> Dict[int, bytes]:
 
 
 def _link(body: bytes) -> Tuple[int, int, Nic]:
-    """The interface's index, that of its master, and what its message says of it."""
+    """Parse the message of an interface: its index, its master's index, and the interface."""
     _, hardware, index, flags, _ = struct.unpack_from("=BxHiII", body)
     attributes = attributes_in(body[16:])
     info = attributes_in(attributes.get(_IFLA_LINKINFO, b""))
@@ -153,10 +158,12 @@ def _number(data: Optional[bytes]) -> int:
 
 
 def _address(body: bytes) -> Tuple[int, Optional[str]]:
-    """The interface's index, and the address, or None for one that only counts on its own cable."""
+    """Parse the message of an address: its interface's index, and the address; None if it is link-local."""
     family, prefix, _, scope, index = struct.unpack_from("=BBBBI", body)
     attributes = attributes_in(body[8:])
-    packed = attributes.get(_IFA_LOCAL, attributes.get(_IFA_ADDRESS))  # a tunnel's ADDRESS is its other end's
+    packed = attributes.get(
+        _IFA_LOCAL, attributes.get(_IFA_ADDRESS)
+    )  # a tunnel's ADDRESS is that of its other end
     if family not in (socket.AF_INET, socket.AF_INET6) or packed is None:
         return index, None
     if family == socket.AF_INET6 and scope == _SCOPE_LINK:
@@ -165,14 +172,14 @@ def _address(body: bytes) -> Tuple[int, Optional[str]]:
 
 
 def _speed_mbit(name: str, kind: str) -> Optional[int]:
-    """What was agreed with the other end of the cable, or None where the driver does not say."""
+    """Return the speed negotiated with the other end of the cable; None if the driver does not report it."""
     data = array.array("B", struct.pack("=I40x", _ETHTOOL_GSET))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             fcntl.ioctl(
                 probe.fileno(), _SIOCETHTOOL, struct.pack("16sP16x", os.fsencode(name), data.buffer_info()[0])
             )
-        except OSError:  # down, or its driver has nothing to say
+        except OSError:  # the interface is down, or its driver does not report a speed
             return _infiniband_mbit(name) if kind == "infiniband" else None
     low, high = struct.unpack_from("=H", data, 12)[0], struct.unpack_from("=H", data, 28)[0]
     speed = high << 16 | low
@@ -182,7 +189,7 @@ def _speed_mbit(name: str, kind: str) -> Optional[int]:
 
 
 def _infiniband_mbit(name: str) -> Optional[int]:
-    """The rate of the port below an IPoIB interface, as sysfs has it: ``200 Gb/sec (4X HDR)``."""
+    """Return the rate of the port of an IPoIB interface from sysfs, which has ``200 Gb/sec (4X HDR)``."""
     try:
         with open("/sys/class/net/%s/dev_port" % name) as file:
             port = int(file.read()) + 1
