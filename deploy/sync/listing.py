@@ -1,4 +1,4 @@
-"""Lists the user's code: files found by git or by a walk, with SHA-256 each and for the whole."""
+"""List the user's code: the files that git or a walk finds, each with its SHA-256, and a digest of the whole."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nodekit.deploy.records.state_folder import cache_folder, state_folder
 from nodekit.deploy.sync.selection import IGNORE_FILE, above, select
 from nodekit.inventory.errors import KitError
 
-# A file changed within one tick of the kernel's clock after it was hashed could keep its stat: no hash of a
-# file that was touched so shortly before is remembered. (git calls this "racily clean".)
+# A file that changes within one tick of the kernel's clock after it was hashed could keep its stat. So no hash is
+# cached of a file that was modified so shortly before. (git calls this "racily clean".)
 _RACY_NS = 100_000_000
 
 
@@ -46,7 +46,7 @@ class Tree:
     entries: tuple[Entry, ...]
     """Sorted by path."""
     digest: str
-    """The content hash of the whole: equal if and only if all names, modes and contents are."""
+    """The hash of the whole tree: equal if and only if all names, modes and contents are."""
     stats: dict[str, list[Any]] = field(repr=False)
     """path → the file's stat, to detect changes."""
     ignored: Mapping[str, str | None] = field(repr=False)
@@ -54,16 +54,16 @@ class Tree:
 
     @property
     def num_files(self) -> int:
-        """Files and links."""
+        """The number of files and links."""
         return len(self.entries)
 
     @property
     def size_bytes(self) -> int:
-        """Of all files together."""
+        """The size of all files together."""
         return sum(entry.size for entry in self.entries)
 
     def changed(self, paths: Iterable[str]) -> list[str]:
-        """Return those of `paths` that have changed since."""
+        """Return those of `paths` whose files have changed since the tree was listed."""
         return [path for path in paths if not _is_same(self.root / path, self.stats[path])]
 
 
@@ -77,14 +77,14 @@ def _is_same(file: Path, known: list[Any]) -> bool:
 def list_code(folder: Path) -> Tree:
     """List and hash the code in `folder`, uncommitted and untracked files included.
 
-    In a git work tree these are the files git tracks or would offer to; elsewhere all files but those a
-    ``.gitignore`` names. A ``.kitignore`` (the same syntax, in any folder) leaves out more, and puts back with
-    ``!`` (deploy/sync/selection.py). What kit itself keeps on this machine is never sent. Empty folders are not kept,
-    as in git. A link is kept if it points into the tree; an absolute one is made relative.
+    In a git work tree these are the files that git tracks or would add; elsewhere all files except those that a
+    ``.gitignore`` excludes. A ``.kitignore`` (the same syntax, in any folder) excludes more, and includes with ``!``
+    (deploy/sync/selection.py). kit's own cache and state on this machine are never sent. As in git, empty folders are
+    not kept. A link is kept if it points into the tree; an absolute one is made relative.
 
     Raises:
-        KitError: a link that would be broken on a host, something that is no file, or files that cannot be
-            read; all of them in one message.
+        KitError: with all problems in one message: links that would be broken on a host, special files, and files that
+            cannot be read.
     """
     root = folder.expanduser().resolve()
     if not root.is_dir():
@@ -96,7 +96,8 @@ def list_code(folder: Path) -> Tree:
     selection = select(root, problems)
     files: dict[str, os.stat_result] = {}
     links: list[str] = []
-    # In a home folder. kit writes there meanwhile, so that a sync would never end; and records hold tokens.
+    # Below the root if that is the home folder. kit writes there during a sync, which would never finish; and its
+    # records contain tokens.
     kits = tuple(
         f"{folder.relative_to(root)}/"
         for folder in (cache_folder().resolve(), state_folder().resolve())
@@ -118,7 +119,7 @@ def list_code(folder: Path) -> Tree:
             links.append(path)
         elif not stat.S_ISDIR(found.st_mode):
             problems.append(f"{path} is a {_kind(found.st_mode)}, which cannot be sent")
-    # What git knows below a folder that is a link by now is not there: the link leads to where it is.
+    # git may still list files below a folder that was replaced by a link: those paths lead out of this folder.
     if linked := set(links):
         files = {path: found for path, found in files.items() if linked.isdisjoint(above(path))}
         links = [path for path in links if linked.isdisjoint(above(path))]
@@ -199,7 +200,7 @@ def _hashed(root: Path, files: dict[str, os.stat_result], problems: list[str]) -
     unknown = [path for path in files if path not in stats]
     started_ns = time.time_ns()
     failed: dict[str, OSError] = {}
-    for _ in range(2):  # a file may change while it is read
+    for _ in range(2):  # again for files that changed while they were read
         hashed, unreadable = host.hash_files(str(root), unknown)
         stats.update(hashed)
         failed.update(unreadable)
@@ -226,6 +227,6 @@ def _remember(cache: Path, stats: dict[str, list[Any]]) -> None:
         make_private(cache.parent)
         draft.write_text(json.dumps(stats), encoding="ascii")
         draft.replace(cache)
-    except OSError:  # no cache: the next sync takes longer
-        with contextlib.suppress(OSError):  # as of the folder, which may be another user's
+    except OSError:  # without a cache, the next sync only takes longer
+        with contextlib.suppress(OSError):  # raised again if, for example, the folder is another user's
             draft.unlink()

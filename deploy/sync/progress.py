@@ -1,4 +1,4 @@
-"""Shows the progress of a sync or build on each host: bars on a terminal, else a line now and then."""
+"""Show the progress of a sync or build on each host: bars on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def progress_bars(
     if not file.isatty():
         yield _lines(file)
         return
-    from rich import progress as rich  # not needed where there is no terminal
+    from rich import progress as rich  # needed on a terminal only
 
     tasks: dict[str, Any] = {}
     lock = threading.Lock()
@@ -71,7 +71,7 @@ def progress_bars(
 
 
 def _lines(file: TextIO) -> Callable[[Progress], None]:
-    """Return a function that prints a line per host now and then."""
+    """Return a function that prints a line per host every few seconds."""
     lock = threading.Lock()
     last: dict[str, tuple[float, int]] = {}
 

@@ -1,9 +1,9 @@
-"""Selects the files of a folder to send: those that git does not ignore, changed by ``.kitignore``.
+"""Select the files of a folder to send: those that git does not ignore, as modified by ``.kitignore``.
 
 A ``!`` line in a ``.kitignore`` includes what ``.gitignore`` excludes: a file, or a folder with its content. A
-pattern without a slash in it (``!*.bin``) does not look into folders that ``.gitignore`` leaves out as a whole; one
-that names the folder (``!data/``, ``!data/corpus/*.bin``) does. What ``.kitignore`` itself leaves out as a folder
-stays out, as in git.
+pattern without a slash in it (``!*.bin``) does not apply inside folders that ``.gitignore`` excludes as a whole; one
+that names the folder (``!data/``, ``!data/corpus/*.bin``) does. As in git, files in a folder that ``.kitignore`` itself
+excludes cannot be included again.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Selection:
     paths: tuple[str, ...]
     """Sorted files, links and special files."""
     ignored: Mapping[str, str | None]
-    """What .gitignore leaves out, folders with a slash at the end → the folder of the git repository that it is in,
-    None where the rules were read without git. Some of it may have been put back."""
+    """Path that .gitignore excludes (folders with a slash at the end) → the folder of its git repository, None if the
+    rules were read without git. A .kitignore may have included some of these again."""
 
 
 class Why(NamedTuple):
     """Why a path is not sent."""
 
     source: str
-    """The file that ignores it, from the root if it lies below that."""
+    """The ignore file with the rule; relative to the root if it is below that."""
     line: str
-    """What to write into the root's .kitignore to send it."""
+    """The line for the root's .kitignore with which the path is sent."""
 
 
 def select(root: Path, problems: list[str]) -> Selection:
@@ -51,9 +51,9 @@ def select(root: Path, problems: list[str]) -> Selection:
     ignored: dict[str, str | None] = {}
     if _in_work_tree(root):
         listed = _git_files(root, "", problems, ignored)
-        if listed:  # else a folder that git itself ignores
+        if listed:  # otherwise git ignores the whole folder
             paths = {path for path in listed if not kit(path)}
-            # What .kitignore excludes, too, is excluded on purpose.
+            # What .kitignore excludes as well is excluded on purpose: do not report it as ignored.
             ignored = {
                 path: repository
                 for path, repository in ignored.items()
@@ -70,7 +70,7 @@ def select(root: Path, problems: list[str]) -> Selection:
 
 
 def why_left_out(root: Path, path: str) -> Why | None:
-    """Why a file below the root is not sent; None if it is."""
+    """Return why a file below the root is not sent; None if it is."""
     kit = _Rules(root, IGNORE_FILE)
     if kit(path):
         return Why(IGNORE_FILE, f"!/{_escaped(path)}")
@@ -83,7 +83,7 @@ def why_left_out(root: Path, path: str) -> Why | None:
         repository = next(iter(repositories), "")
         found = reasons(root, {path: repository}).get(path)
         if found is None or _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"):
-            return found  # else git ignores the whole root, which is then listed without git
+            return found  # otherwise git ignores the whole root, which `select` then lists without git
     return reasons(root, {path: None}).get(path)
 
 
@@ -113,7 +113,7 @@ def _git(folder: Path, *arguments: str, text: str = "") -> list[str]:
 
 def _git_files(root: Path, below: str, problems: list[str], ignored: dict[str, str | None]) -> list[str]:
     listing = ("ls-files", "-z", "--others", "--exclude-standard")
-    # Both in parallel, as each takes a while on a large tree.
+    # Run both in parallel, as each takes long on a large tree.
     left_out = _start_git(root / below, *listing, "--ignored", "--directory")
     process = _start_git(root / below, *listing, "--cached", stderr=subprocess.PIPE)
     names, said = process.communicate()
@@ -126,7 +126,7 @@ def _git_files(root: Path, below: str, problems: list[str], ignored: dict[str, s
     for name in _names(names):
         path = below + name
         if name.endswith("/") or _is_folder(f"{root}/{path}"):
-            # A submodule, or a repository in the repository: git lists its folder only.
+            # A submodule, or another nested repository: git lists only its folder.
             inner = path.rstrip("/")
             if (root / inner / ".git").exists():
                 paths += _git_files(root, inner + "/", problems, ignored)
@@ -253,13 +253,16 @@ class _Rules:
 
                 try:
                     text = Path(file).read_text(encoding="utf-8-sig", errors="surrogateescape")
-                except OSError as error:  # what it leaves out may be secret
+                except OSError as error:  # it may exclude secrets, so do not go on without it
                     text = f"{file} cannot be read: {error.strerror}"
                     raise KitError(text, cure="mend that: it says what is not to be sent") from error
                 lines = [line for line in text.splitlines() if line]
                 try:
                     self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)
-                except (ValueError, re.error):  # a line that is no pattern, as "!" alone: git passes it over
+                except (
+                    ValueError,
+                    re.error,
+                ):  # a line is not a pattern, such as "!" alone: skip it, as git does
                     lines = [line for line in lines if _is_pattern(line)]
                     self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)
                 self._lines[folder] = lines
@@ -300,8 +303,8 @@ def reasons(root: Path, ignored: Mapping[str, str | None]) -> dict[str, Why]:
     """Return why each of these paths is excluded; without those that no rule excludes.
 
     Args:
-        root: of the selection.
-        ignored: as a selection has it.
+        root: the root of the selection.
+        ignored: as `Selection.ignored`.
     """
     found: dict[str, Why] = {}
     rules = _Rules(root, GIT_IGNORE_FILE)
@@ -330,7 +333,9 @@ def _git_reasons(root: Path, repository: str, paths: list[str]) -> Iterator[tupl
         if file.rpartition("/")[2] == GIT_IGNORE_FILE and source.startswith(prefix):
             folder = (repository + file).rpartition("/")[0]
             yield path, Why(repository + file, _put_back(folder, pattern))
-        elif "/" in pattern.strip("/"):  # a file elsewhere, to which the path is relative
+        elif "/" in pattern.strip(
+            "/"
+        ):  # a pattern with a path, relative to an ignore file outside of the root
             yield path, Why(source, f"!/{_escaped(path)}")
         else:
             yield path, Why(source, _put_back(repository.rstrip("/"), pattern.lstrip("/")))

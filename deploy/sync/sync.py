@@ -1,4 +1,4 @@
-"""Sends the user's code and kit's own package to every host, and verifies them there."""
+"""Send the user's code and kit's own package to every host, and verify them there."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ __all__ = [
 _PACKAGES = ("nodekit.deploy", "nodekit.inventory", "nodekit.slurm", "nodekit.training")
 _SUFFIXES = (".py", ".yaml", ".json", ".tsv")
 _FULL = ("ENOSPC", "EDQUOT")
-_ANSWER_S = 2.0  # for a host to say who else is syncing, after having waited for him
-_ATTEMPTS = 2  # to send the files: the second trusts nothing from the first
+_ANSWER_S = 2.0  # for a host to report which other sync holds the lock, once it has waited for that
+_ATTEMPTS = 2  # at sending the files; the second ignores partial files of the first
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a tree goes on one host."""
+    """The destination of a tree on one host."""
 
     channel: HostChannel
     dest: str
     """The folder that the run uses; ``~`` allowed."""
     cache: str
-    """Kit's own copy, the base of the next sync; one per project and host."""
+    """The folder of kit's own copy, from which the next sync starts; one per project and host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ def send(
 ) -> dict[str, SyncResult | Exception]:
     """Sync the tree to `dest` on every host in parallel; one host's failure hides no other's.
 
-    A `dest` that is there (a resumed run) is brought up to date; what the job made or changed in it stays. If
-    the user's files change meanwhile, the tree is taken again, once, and all hosts get that.
+    An existing `dest` (of a resumed run) is updated; files that the job created or changed in it are kept. If the
+    user's files change meanwhile, the tree is listed again, once, and sent to all hosts.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -163,7 +163,7 @@ def _deliver(
     *,
     whole: bool,
 ) -> int:
-    """Send files to a host's cache; returns their size in bytes."""
+    """Send files to a host's cache; return their size in bytes."""
     num_bytes = sum(entry.size for entry in entries)
 
     def report(files: int, bytes_done: int, phase: str = "sending") -> None:
@@ -203,7 +203,12 @@ def _deliver(
 
 
 def _verify(tree: Tree, host: str, answer: Mapping[str, Any]) -> None:
-    """Raise HostError if a host does not have the tree although it was sent."""
+    """Raise an error if a host does not have the tree although it was sent.
+
+    Raises:
+        SourceChanged: the user's files have changed meanwhile.
+        HostError: the files on the host have another content.
+    """
     if answer["state"] != "placed":
         wrong = [tree.entries[index].path for index in answer.get("paths", [])] or ["?"]
         if changed := tree.changed(path for path in wrong if path in tree.stats):
@@ -238,9 +243,9 @@ def _told(error: RemoteError, target: Target) -> HostError:
 
 
 def begin_caching(targets: Mapping[str, Target]) -> dict[str, Any]:
-    """Let each host complete its cache in the background, which `send` postpones.
+    """Have each host start to complete its cache in the background, which `send` has postponed.
 
-    Without it the next sync does that first.
+    Without this call, the next sync does it first.
     """
     return on_all(
         targets,
@@ -251,7 +256,7 @@ def begin_caching(targets: Mapping[str, Target]) -> dict[str, Any]:
 
 
 def finish_caching(targets: Mapping[str, Target], *, timeout_s: float) -> dict[str, Any]:
-    """Let each host complete its cache, and wait for it."""
+    """Have each host complete its cache, and wait until it has."""
     return on_all(
         targets,
         lambda target: target.channel.call("tree.finish_caching", timeout_s=timeout_s, cache=target.cache),
@@ -263,7 +268,7 @@ def finish_caching(targets: Mapping[str, Target], *, timeout_s: float) -> dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """The source of kit as installed here."""
+    """The source of kit, as it is installed on this machine."""
 
     digest: str
     files: Mapping[str, str]
@@ -291,10 +296,10 @@ def package() -> Package:
 def send_package(
     package: Package, channels: Mapping[str, HostChannel], workdirs: Mapping[str, str], *, timeout_s: float
 ) -> None:
-    """Place kit's package at ``<workdir>/kit/<digest>`` on every host; one round trip where it is already.
+    """Place kit's package at ``<workdir>/kit/<digest>`` on every host; one round trip if it is there already.
 
     Raises:
-        KitError: with a line for each host that could not take it.
+        KitError: with a line for each host on which that failed.
     """
 
     def one(name: str) -> None:
@@ -303,7 +308,7 @@ def send_package(
         if not channels[name].call("tree.keep_package", timeout_s=timeout_s, **args):
             channels[name].call("tree.keep_package", timeout_s=timeout_s, files=dict(package.files), **args)
 
-    # Nodes on this machine with one workdir: the first places it, and the others find it there.
+    # Of local nodes with the same workdir, one places the package first, and the others then find it there.
     places = {
         (workdirs[name], name if channel.connection else ""): name for name, channel in channels.items()
     }

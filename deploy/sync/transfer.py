@@ -1,4 +1,4 @@
-"""Sends missing files to a host's cache: rsync over the system's ssh, SFTP, or a plain copy."""
+"""Send missing files to a host's cache: by rsync over the system's ssh, by SFTP, or by a plain copy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PACK_BYTES = 8 << 20  # smaller files share a pack of about this size; larger ones are sent alone
 _COPY_FILES = 500  # files per call, so that progress is visible
-# rsync's exit codes after which another way of sending may work; 255 is ssh's: it may refuse what paramiko takes.
+# rsync's exit codes after which SFTP may work; 255 is ssh's, which may refuse a configuration that paramiko accepts.
 _UNUSABLE = (1, 2, 3, 4, 5, 6, 14, 127, 255)
 _FULL = ("No space left on device", "Disk quota exceeded")
 
@@ -40,7 +40,7 @@ class HostChannel(Protocol):
 
 
 class SourceChanged(KitError):
-    """A file of the user's has changed since the tree was taken."""
+    """A file of the user's has changed since the tree was listed."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -51,7 +51,7 @@ class SourceChanged(KitError):
 
 
 def seconds_left(host: str, deadline: float) -> float:
-    """Seconds until a time of `time.monotonic`; HostError when there are none."""
+    """Return the seconds until a deadline by `time.monotonic`; raise HostError if it has passed."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise HostError(host, "the code could not be sent in time", cure="is the network slow?")
@@ -70,7 +70,7 @@ class Delivery:
     tree: Tree
     entries: Sequence[Entry]
     cache: str
-    """Absolute, on the host."""
+    """Absolute path on the host."""
     host_has_rsync: bool
     deadline: float
     """By `time.monotonic`."""
@@ -80,11 +80,11 @@ class Delivery:
     """Whether to ignore partial files on the host."""
 
     def left_s(self) -> float:
-        """Seconds left; HostError when there are none."""
+        """Return the seconds until the deadline; raise HostError if it has passed."""
         return seconds_left(self.channel.host, self.deadline)
 
     def disk_full(self) -> HostError:
-        """The error for a host without the space."""
+        """Return the error for a host whose disk is full."""
         size = sum(entry.size for entry in self.entries)
         return HostError(
             self.channel.host,
@@ -94,10 +94,10 @@ class Delivery:
 
 
 def bring(delivery: Delivery) -> None:
-    """Send the files by the fastest available way; the host verifies them.
+    """Send the files by the fastest available way; the host verifies them later.
 
     Raises:
-        SourceChanged: a file has changed since the tree was taken.
+        SourceChanged: a file has changed since the tree was listed.
         HostError: the host has no space, the connection is lost, or the deadline has passed.
     """
     connection = delivery.channel.connection
@@ -145,7 +145,7 @@ def rsync_argv(rsh: Sequence[str], root: str, cache: str, *, whole: bool) -> lis
         "--files-from=-",
         "--from0",
         "--times",
-        "--ignore-times",  # each is known to be missing or different
+        "--ignore-times",  # each file is known to be missing or different
         "--inplace",  # the cache is private and verified afterwards, so that no rename is needed
         "--secluded-args",  # no shell on the host sees a name
         "--no-human-readable",
@@ -166,9 +166,11 @@ def rsh_option(argv: Sequence[str]) -> str:
 def _rsync(delivery: Delivery, rsh: Sequence[str]) -> None:
     argv = rsync_argv(rsh, str(delivery.tree.root), delivery.cache, whole=delivery.whole)
     if shutil.which("setpriv"):
-        argv = ["setpriv", "--pdeathsig", "TERM", *argv]  # so that it ends if kit is killed
+        argv = ["setpriv", "--pdeathsig", "TERM", *argv]  # rsync must end if kit is killed
     with tempfile.TemporaryFile() as names, tempfile.TemporaryFile() as stderr:
-        for entry in delivery.entries:  # after ./ since rsync takes a # or ; at the start for a comment
+        for (
+            entry
+        ) in delivery.entries:  # with ./ since rsync takes a line that begins with # or ; for a comment
             names.write(b"./" + entry.path.encode("utf-8", "surrogateescape") + b"\0")
         names.seek(0)
         with subprocess.Popen(argv, stdin=names, stdout=subprocess.PIPE, stderr=stderr) as rsync:
@@ -240,9 +242,8 @@ def _sftp(delivery: Delivery, connection: SshConnection) -> None:
     try:
         sftp = connection.sftp()
     except HostError as error:
-        if (
-            printed := delivery.channel.printed
-        ):  # rsync did not take it, nor an SFTP server that the shell starts
+        # Text that the login shell prints breaks rsync, and an SFTP server that is started by that shell.
+        if printed := delivery.channel.printed:
             found = (
                 f"its login shell prints '{printed}' before a command, so that neither rsync nor SFTP works"
             )
@@ -257,7 +258,7 @@ def _sftp(delivery: Delivery, connection: SshConnection) -> None:
         try:
             sftp.mkdir(incoming, 0o700)
         except OSError:
-            sftp.stat(incoming)  # it is there; or this says why not
+            sftp.stat(incoming)  # the folder exists; otherwise this raises the reason
         for number, pack in enumerate(packs(delivery.entries)):
             with sftp.open(f"{incoming}/{number}", "wb") as out:
                 out.set_pipelined(True)
@@ -280,7 +281,7 @@ def _sftp(delivery: Delivery, connection: SshConnection) -> None:
             delivery.channel.host, f"the connection was lost while the code was being sent ({error})"
         ) from error
     except OSError as error:
-        # SFTP has a single error, "Failure", for a full disk and others.
+        # SFTP has one error, "Failure", for a full disk and for other problems.
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or str(error) in ("Failure", "[Errno None] Failure"):
             raise delivery.disk_full() from error
         raise
