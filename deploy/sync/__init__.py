@@ -1,4 +1,4 @@
-"""Send the user's code and kit's own package to the hosts.
+"""Sends the user's code and kit's own package to the hosts.
 
 This folder may import `inventory`, `deploy.host`, `deploy.connect` and `deploy.output`.
 """
