@@ -1,6 +1,6 @@
-"""Reads the hosts of an Ansible inventory: INI, YAML, or the output of ``ansible-inventory --list``. Pure.
+"""Read the hosts of an Ansible inventory: INI, YAML, or the output of ``ansible-inventory --list``. Pure.
 
-It reads groups, hosts, how each is reached, and its interpreter; all other variables are ignored, including
+Groups, hosts, their connection settings and interpreters are read; all other variables are ignored, including
 passwords.
 """
 
@@ -28,7 +28,7 @@ _NAMES = {
     "common_args": ("ansible_ssh_common_args",),
     "extra_args": ("ansible_ssh_extra_args",),
 }
-# Option of ssh → the setting that it is: the others that these arguments may have, kit has no setting for.
+# Option of ssh → the setting of kit that corresponds to it; other options have none.
 _SSH_OPTIONS = {
     "userknownhostsfile": "known_hosts",
     "identityfile": "identity_file",
@@ -47,7 +47,7 @@ Variables = dict[str, tuple[str, str]]
 @dataclass
 class _Group:
     hosts: dict[str, None] = field(default_factory=dict)
-    """In their order."""
+    """In the order of the file."""
     children: dict[str, None] = field(default_factory=dict)
     variables: Variables = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ def read(text: str, file: str, group: str | None = None) -> Imported:
     """Return the hosts of an inventory, or of one of its groups, in its order.
 
     Raises:
-        InventoryError: it is no such inventory, has no such group, or names what is no host.
+        InventoryError: the text is not an Ansible inventory, has no such group, or has an invalid host name.
     """
     if text.startswith("#!"):
         raise InventoryError(
@@ -130,7 +130,7 @@ def _below(tree: _Tree, group: str) -> list[str]:
 
 
 def _host(tree: _Tree, name: str, notes: list[str]) -> FoundHost | None:
-    """Return a host with the variables of its groups and its own; its own take precedence."""
+    """Return a host with the variables of its groups and its own, which win; None if kit cannot connect to it."""
     where = tree.where[name]
     variables: Variables = {}
     for group in _groups_of(tree, name):
@@ -150,7 +150,7 @@ def _host(tree: _Tree, name: str, notes: list[str]) -> FoundHost | None:
         notes.append(f"{where}: {name}: its connection is {connection[:80]!r}, not ssh")
         return None
     is_local = connection in _LOCAL
-    python = values.get("python", ("", ""))[0]  # may be Ansible's own `auto`, or `/usr/bin/env python3`
+    python = values.get("python", ("", ""))[0]  # may also be Ansible's `auto`, or `/usr/bin/env python3`
     is_path = python.startswith(("/", "~/")) and not python.startswith("/usr/bin/env ")
     if is_local:
         values = {}
@@ -177,11 +177,11 @@ def _host(tree: _Tree, name: str, notes: list[str]) -> FoundHost | None:
 
 
 def _ssh_options(arguments: str) -> dict[str, str]:
-    """Return the settings in arguments of ssh, as ``-o UserKnownHostsFile=F``; of several files the first."""
+    """Return the settings in arguments of ssh, such as ``-o UserKnownHostsFile=F``; of several files the first."""
     found: dict[str, str] = {}
     try:
         words = shlex.split(re.sub(r"(?<!\S)-o\s+", "-o", arguments))
-    except ValueError:  # Ansible could not use them, either
+    except ValueError:  # unclosed quotes, which Ansible could not use, either
         return {}
     for word in words:
         option = re.fullmatch(r"-o\s*(\w+)(?:\s*=\s*|\s+)(.+)", word)
@@ -191,7 +191,7 @@ def _ssh_options(arguments: str) -> dict[str, str]:
             value = next(iter(shlex.split(option[2])), "")
         except ValueError:
             continue
-        # /dev/null: of no host is the key known, which kit refuses. Ssh alone can tell what %h is.
+        # Skip /dev/null: no host key would be known then, which kit refuses. Skip %h too, which only ssh can expand.
         if value not in ("", "/dev/null", "none") and not re.search("%(?!%)", value.replace("%%", "")):
             found.setdefault(_SSH_OPTIONS[option[1].lower()], value.replace("%%", "%"))
     return found
@@ -201,7 +201,7 @@ def _groups_of(tree: _Tree, name: str) -> list[str]:
     """Return a host's groups, the outermost first; at the same depth by name, as in Ansible."""
     found = {group for group, inside in tree.groups.items() if name in inside.hosts}
     depth = dict.fromkeys(tree.groups, 1)
-    for _ in range(_MAX_DEPTH):  # it ends even if groups contain one another
+    for _ in range(_MAX_DEPTH):  # bounded, as groups may contain one another
         before = dict(depth), set(found)
         for parent, group in tree.groups.items():
             for child in group.children:
@@ -222,7 +222,7 @@ def expand(pattern: str, where: str) -> list[str]:
     if pattern.startswith("[") and pattern.endswith("]") and ":" in pattern[1:-1].replace("::", ":", 1):
         inner = pattern[1:-1]
         if re.fullmatch(r"[0-9A-Fa-f:.]+", inner) and inner.count(":") > 2:
-            return [inner]  # an address of IPv6
+            return [inner]  # an IPv6 address
     found = [""]
     for text, bracket in re.findall(r"([^\[\]]*)(?:\[([^\[\]]*)\])?", pattern):
         choices = _range(bracket, pattern, where) if bracket else [""]
@@ -343,7 +343,7 @@ def _yaml(text: str, file: str) -> _Tree:
     if not isinstance(document.data, dict):
         raise InventoryError(f"{file}:1: found no groups", wanted="them as in `all: {hosts: {gpu1: }}`")
     tree = _Tree()
-    for problem in document.problems:  # not those of values that we do not read, as a password's !vault
+    for problem in document.problems:  # except those of values that are not read, such as a password's !vault
         if problem.at_key or (problem.path[-1:] and problem.path[-1] in _WANTED):
             line = (problem.place or document.place(problem.path)).line
             tree.notes.append(f"{file}:{line}: {problem.text}")

@@ -1,4 +1,4 @@
-"""Copies an inventory into another folder, where it means the same under another name."""
+"""Copy an inventory for use in another folder and under another name, with the same meaning."""
 
 import json
 import re
@@ -13,15 +13,15 @@ _OF_ENVIRONMENT = ("requirements", "pyproject", "lock", "find_links")
 
 
 def copied(path: Path, *, name: str, changes: Mapping[str, object] | None = None) -> str:
-    """Return an inventory's text under another name, for another folder, and without `notify:`.
+    """Return an inventory's text with another name, absolute paths, and without `notify:`.
 
     Args:
-        path: a file that can be loaded.
-        name: in place of its own.
-        changes: ``section.key`` → value; None takes the key away.
+        path: a file that was loaded before.
+        name: the new name.
+        changes: ``section.key`` → value; None removes the key.
 
     Raises:
-        InventoryError: it is not there any more, as that of a shell's ``<(…)``.
+        InventoryError: the file cannot be read again, such as that of a shell's ``<(…)``.
     """
     from nodekit.inventory.source import NotYamlError, parse
 
@@ -29,11 +29,11 @@ def copied(path: Path, *, name: str, changes: Mapping[str, object] | None = None
         data = parse(path.read_text(encoding="utf-8")).data
     except (OSError, ValueError, NotYamlError) as error:
         data = error
-    if not isinstance(data, dict):  # it was when it was loaded
+    if not isinstance(data, dict):  # the file was valid when it was loaded
         found = "cannot be read a second time"
         raise InventoryError(f"{path}: {found}", "a file that stays as it is", "save a pipe's text in one")
     data["name"] = name
-    data.pop("notify", None)  # what is tried out should notify nobody
+    data.pop("notify", None)  # a trial should notify nobody
     folder = path.resolve().parent
     hosts = data.get("hosts")
     blocks = list(hosts.values()) if isinstance(hosts, dict) else []
@@ -52,12 +52,12 @@ def copied(path: Path, *, name: str, changes: Mapping[str, object] | None = None
         else:
             data.pop(section, None)
     text = json.dumps(data, indent=1, ensure_ascii=False)  # JSON is valid YAML with unambiguous strings,
-    # but for characters that it allows as they are, and YAML escaped alone. (A surrogate pair is two to YAML.)
+    # except for characters that JSON allows unescaped, and YAML only escaped. (YAML reads a surrogate pair as two.)
     return re.sub("[\x7f-\x9f\u2028\u2029\ufffe\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _resolve(block: dict[str, Any], key: str, folder: Path) -> None:
-    """Make a relative path absolute, or each of a list; a URL and a ``~`` stay."""
+    """Make a relative path, or each in a list, absolute; leave a URL and a path with ``~`` alone."""
     value = block.get(key)
     if isinstance(value, list):
         block[key] = [_absolute(str(each), folder) for each in value]

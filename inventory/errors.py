@@ -1,4 +1,4 @@
-"""Every error of ours that a user may meet, and what each of them says.
+"""Every error of kit's own that a user may see.
 
 KitError              exit 1: bad input, or a host that cannot do what was asked
 ├── KitErrors         several of them at once
@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 
 class Problem(NamedTuple):
-    """What is wrong: from a check to the finding of `kit check`, or to the error that ends a command.
+    """What is wrong, as found by a check; shown as a finding of `kit check`, or as the error that ends a command.
 
-    Whoever needs a part of it takes the field. The text is for people; no code reads it.
+    The texts are for users; no code depends on their words.
     """
 
     found: str
     """The host or file, and what was found there."""
     wanted: str = ""
-    """What was wanted in its place."""
+    """What was wanted instead."""
     cure: str = ""
     """What to do next: a command to run, or the line of the inventory to change."""
 
@@ -39,7 +39,7 @@ class KitError(Exception):
 
     Attributes:
         problem: what was found, what was wanted, and what to do.
-        errors: itself, or the several that it stands for.
+        errors: this error alone, or those of a `KitErrors`.
     """
 
     exit_code = 1
@@ -57,24 +57,24 @@ class KitErrors(KitError):
     """Several errors, a line for each, so that none hides another."""
 
     def __init__(self, errors: Iterable[KitError]) -> None:
-        # One that several hosts came upon, and that is none of theirs (the code here), is said once.
+        # An error that all hosts report, as it is in the code on this machine, is shown once.
         several = tuple({str(each): each for error in errors for each in error.errors}.values())
         super().__init__("\n".join(map(str, several)))
         self.errors = several
 
 
 class WrongUsage(KitError):
-    """What the command line asks for is not possible, or does not go together."""
+    """The command line is invalid, or has options that exclude each other."""
 
     exit_code = 2
 
 
 class InventoryError(KitError, ValueError):
-    """The inventory is not right; the message has one ``file:line`` per mistake."""
+    """The inventory is invalid; the message has a line with ``file:line`` for each mistake."""
 
 
 class HostError(KitError):
-    """Something is wrong on, or on the way to, one host.
+    """Something is wrong on one host, or on the connection to it.
 
     Attributes:
         host: the host's name in the inventory; not in `problem`.
@@ -89,14 +89,14 @@ class HostError(KitError):
 
 
 class LoginRefused(HostError):
-    """The host answers, and takes no key of this user, or has another host key than is known: so it will again."""
+    """The host answers, but refuses this user's keys, or has an unknown host key; another try would fail as well."""
 
 
 class NotWritten(KitError, OSError):
-    """A run's record could not be written; it is as it was before."""
+    """A run's record could not be written, and is unchanged."""
 
 
 class JobFailed(KitError):
-    """The job was started and did not train to its end."""
+    """The job was started, but failed before its end."""
 
     exit_code = 3

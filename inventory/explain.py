@@ -1,4 +1,4 @@
-"""Translates pydantic's errors: the line, the key, what was found and what was wanted."""
+"""Translate pydantic's errors into messages with the line, the key, what was found and what was wanted."""
 
 import difflib
 import json
@@ -13,14 +13,14 @@ from nodekit.inventory.schema import HostBlock, InventoryFile, Job, Webhook
 from nodekit.inventory.source import Document, Path, Problem, quoted
 
 MAX_TOLD = 20
-"""Lines of mistakes: one that is made for each of a thousand hosts is understood after a few."""
+"""The most mistakes that are listed: one that is repeated for each of a thousand hosts is plain after a few."""
 
 
 def validate(document: Document) -> tuple[InventoryFile | None, list[Problem], set[Path]]:
-    """Return the file's model, all mistakes, and the paths of the keys removed because of one.
+    """Return the file's model, all mistakes, and the paths of the keys that were removed as mistaken.
 
-    What is left after taking out the mistaken keys is validated again, so that the checks across keys can
-    still run and a user gets all mistakes at once; the model is None if nothing valid is left.
+    The file is validated again without the mistaken keys, so that the checks across keys can still run, and the user
+    sees all mistakes at once. The model is None if nothing valid is left.
     """
     problems: list[Problem] = []
     left_out = {problem.path for problem in document.problems if not problem.at_key}
@@ -31,7 +31,7 @@ def validate(document: Document) -> tuple[InventoryFile | None, list[Problem], s
         except ValidationError as error:
             details = error.errors(include_url=False)
         paths = [_existing(data, _key_path(detail)) for detail in details]
-        if attempt == 0:  # a later one has what the first left out as its cause
+        if attempt == 0:  # later mistakes are only caused by the removed keys
             problems = [
                 _problem(detail, path, document)
                 for detail, path in zip(details, paths, strict=True)
@@ -104,7 +104,7 @@ def _existing(data: object, path: Path) -> Path:
 
 
 def _without(data: object, path: Path) -> tuple[object, Path]:
-    """Remove the last key on a path from the data, lists as a whole; returns the data and that key's path."""
+    """Return the data without the last key on a path, lists being removed as a whole, and that key's path."""
     if not path or not isinstance(data, dict) or path[0] not in data:
         return data, ()
     key = path[0]
@@ -118,7 +118,7 @@ def _without(data: object, path: Path) -> tuple[object, Path]:
 def _problem(detail: ErrorDetails, path: Path, document: Document) -> Problem:
     value = document.data
     for step in path:
-        value = value[step]  # type: ignore[index]  # `_existing` has been there
+        value = value[step]  # type: ignore[index]  # `_existing` has checked this path
     kind, context = detail["type"], detail.get("ctx", {})
     at_key = detail["loc"][-1:] == ("[key]",) or kind == "extra_forbidden"
     if kind == "missing":
@@ -164,7 +164,7 @@ def _as_arguments(path: Path, line: str) -> list[str]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field holds, by itself, or none, or below names (`dict[Hostlist, HostBlock | None]`)."""
+    """Return the model in a field's type, also within an optional or a dict (`dict[Hostlist, HostBlock | None]`)."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for each in get_args(annotation) if (model := _model_in(each))), None)
@@ -180,11 +180,11 @@ _MEANT: tuple[tuple[str, type[BaseModel]], ...] = (
     ("", InventoryFile),
     *((str(name), model) for name, model in _SECTIONS.items() if model not in (Job, HostBlock)),
 )
-"""Where a key that is at the wrong place is looked for, the likeliest first."""
+"""The sections in which a misplaced key is looked for, the likeliest first."""
 
 
 def _model(path: Path) -> type[BaseModel]:
-    """The model of the mapping at a path."""
+    """Return the model of the mapping at a path."""
     if path[:2] == ("notify", "webhook"):
         return Webhook
     return _SECTIONS[path[0]] if path else InventoryFile

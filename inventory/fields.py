@@ -1,4 +1,4 @@
-"""The types of single fields: each validates one value, and describes to the user what is wanted."""
+"""The types of the inventory's fields: each validates one value, and tells the user what is wanted."""
 
 import re
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ from nodekit.inventory import hostlists
 
 
 def unwanted(wanted: str, *, quote: bool = False, hide: str = "") -> PydanticCustomError:
-    """Return the error whose message completes "found X, wanted …".
+    """Return an error whose message completes "found X, wanted …".
 
-    With `quote`, a bare number is shown as it must be written; `hide` is shown in place of what was found.
+    With `quote`, the message shows how to write a bare number as text; `hide` is shown in place of the value found.
     """
     return PydanticCustomError("wanted", "{wanted}", {"wanted": wanted, "quote": quote, "hide": hide})
 
 
 def _wanted(words: str, *, quote: bool = False, hide: str = "") -> WrapValidator:
-    """Replace pydantic's errors by one with these words; errors of our own take precedence."""
+    """Replace pydantic's errors by one with these words; an error from `unwanted` takes precedence."""
 
     def check(value: object, inner: ValidatorFunctionWrapHandler) -> object:
         try:
@@ -70,7 +70,7 @@ OnNan = Annotated[Literal["stop", "rollback"], _wanted("stop or rollback")]
 StartMethod = Annotated[Literal["forkserver", "spawn"], _wanted("forkserver or spawn")]
 OnSlow = Annotated[Literal["tell", "drain"], _wanted("tell or drain")]
 Flag = Annotated[bool, Strict(), _wanted("true or false")]
-# A mistaken one is not shown: a password may be in it.
+# An invalid URL is not shown, as it may contain a password.
 IndexUrl = Annotated[
     str,
     Field(pattern=r"^https?://\S+$"),
@@ -87,7 +87,7 @@ Size = Annotated[
 
 
 def _check_url(url: str) -> str:
-    if urlsplit(url).port == 0:  # asking for it finds a port that is none
+    if urlsplit(url).port == 0:  # reading `port` raises ValueError for other invalid ports
         raise ValueError(url)
     return url
 
@@ -239,7 +239,7 @@ _NodesWritten = Annotated[
 
 @dataclass(frozen=True)
 class Nodes:
-    """The fewest and the most nodes a job runs on, written ``2:4``, or ``4`` where both are the same."""
+    """The fewest and the most nodes a job runs on, written ``2:4``, or ``4`` if both are the same."""
 
     min: int
     max: int
@@ -249,7 +249,7 @@ class Nodes:
 
     @classmethod
     def parse(cls, written: int | str) -> "Nodes":
-        """From ``4``, ``"4"`` or ``"2:4"``."""
+        """Parse ``4``, ``"4"`` or ``"2:4"``."""
         low, _, high = str(written).partition(":")
         nodes = cls(int(low), int(high or low))
         if nodes.min > nodes.max:
@@ -258,7 +258,7 @@ class Nodes:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Pydantic reads and writes it as users do; the JSON Schema is that of the written form."""
+        """Have pydantic read and write the form that users write, also in the JSON Schema."""
         written = core_schema.no_info_after_validator_function(
             cls.parse, handler.generate_schema(_NodesWritten)
         )
@@ -270,13 +270,13 @@ class Nodes:
 
 
 def size_bytes(written: str) -> int:
-    """A `Size` in bytes: ``1GB`` is 10^9, ``1GiB`` 2^30."""
+    """Convert a `Size` to bytes: ``1GB`` is 10^9, ``1GiB`` 2^30."""
     number, unit = re.fullmatch(r"([0-9.]+)\s?(\w+)", written).groups()  # type: ignore[union-attr]  # it is a Size
     return int(float(number) * (1024 if "i" in unit else 1000) ** " KMGT".index(unit[0]))
 
 
 def run_time_minutes(written: int | str) -> int:
-    """A `RunTime` in whole minutes, rounded up."""
+    """Convert a `RunTime` to whole minutes, rounded up."""
     if isinstance(written, int):
         return written
     days, hours, minutes, seconds = map(

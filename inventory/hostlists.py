@@ -1,26 +1,26 @@
-"""Host names and hostlists such as ``gpu[01-16,20]``, kept in the order they are written."""
+"""Check host names, and expand hostlists such as ``gpu[01-16,20]`` in the order in which they are written."""
 
 import re
 from itertools import product
 from math import prod
 
 MAX_HOSTS = 10_000
-"""A larger hostlist is a mistake, and expanding it could exhaust the memory."""
+"""The most hosts of a hostlist: a larger one is a mistake, and expanding it could exhaust the memory."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,199}")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/([1-9]\d{0,5}))?)?")
 
 OWN_NAMES = ("code", "slurm", "state")
-"""What kit calls its own folders beside those of the nodes."""
+"""The names of kit's own folders beside those of the nodes."""
 
 
 def is_own_name(name: str) -> bool:
-    """Whether no host can be called so: what kit puts beside its `code` begins so, and `code.example.org` does not."""
+    """Whether a name is reserved for kit's own files beside the nodes' folders; `code.example.org` is not."""
     return name in OWN_NAMES or name.startswith(("code.tree.json", "code.partial-"))
 
 
 def is_name(text: str) -> bool:
-    """Whether it is the name or address of one host, not a hostlist."""
+    """Whether a text is the name or address of one host, not a hostlist."""
     try:
         return expand(text) == (text,)
     except ValueError:
@@ -28,17 +28,20 @@ def is_name(text: str) -> bool:
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Expand a hostlist; a ValueError says what is wrong with it.
+    """Expand a hostlist in the order in which it is written.
 
-    ClusterShell's NodeSet is a set: it sorts and drops repeats. Addresses are paired with names by position,
-    so each range is handed to it by itself, and the ranges stay in the order they are written.
+    Addresses are paired with names by position, but ClusterShell's NodeSet sorts and drops repeats. So each range is
+    given to it separately.
+
+    Raises:
+        ValueError: says what is wrong with the hostlist.
     """
     if "[" not in text and "]" not in text and "," not in text:
         return (_checked(text),)
     patterns = [choice for part in _split_outside_brackets(text) for choice in _one_range_per_bracket(part)]
     if sum(size for _, size in patterns) > MAX_HOSTS:
         raise ValueError(f"it stands for more than {MAX_HOSTS:,} hosts")
-    # Most inventories have no brackets, and this import takes as long as reading them.
+    # Imported here: most inventories have no brackets, and this import takes as long as reading an inventory.
     from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
     try:
@@ -66,7 +69,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def _one_range_per_bracket(part: str) -> list[tuple[str, int]]:
-    """``a[1,3-4]`` as ``a[1]`` and ``a[3-4]``, each with the number of names it stands for."""
+    """Split ``a[1,3-4]`` into ``a[1]`` and ``a[3-4]``, each with the number of names it stands for."""
     pieces = re.split(r"\[([^\[\]]*)\]", part)
     fixed, brackets = pieces[0::2], pieces[1::2]
     if any("[" in text or "]" in text for text in fixed):

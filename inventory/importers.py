@@ -1,7 +1,7 @@
-"""Reads hosts from files of other tools: hostfiles of MPI, DeepSpeed and Horovod, and ~/.ssh/config. Pure.
+"""Read hosts from files of other tools: hostfiles of MPI, DeepSpeed and Horovod, and ~/.ssh/config. Pure.
 
-Ansible's inventories are read in `inventory/ansible.py`, Slurm's nodes in `inventory/scontrol.py`. Invalid
-names of hosts, users and ports are refused here.
+Ansible's inventories are read in `inventory/ansible.py`, Slurm's nodes in `inventory/scontrol.py`. The checks of host
+names, users and ports are here for all of them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class FoundHost:
 
     name: str
     where: str
-    """``file:line``, or the file alone where it includes others."""
+    """``file:line``, or the file alone if it includes others."""
     address: str | None = None
     user: str | None = None
     port: int | None = None
     identity_file: str | None = None
     known_hosts: str | None = None
     python: str | None = None
-    """An interpreter that may be the one to train with."""
+    """An interpreter that may be suitable for training."""
     connection: str | None = None
     """``local`` or None."""
     slots: int | None = None
-    """Number of processes in a hostfile: GPUs, or cores without GPUs."""
+    """Number of processes in a hostfile: usually GPUs, or cores on a host without GPUs."""
     note: str = ""
     """Further information for the user."""
 
@@ -62,21 +62,21 @@ def checked_host(name: str, where: str) -> str:
 
 
 def checked_user(user: str, where: str) -> str:
-    """Return a user's name if it is valid."""
+    """Return a user's name if it is valid; raise InventoryError if not."""
     if not _USER.fullmatch(user) or not user.isprintable():
         raise InventoryError(f"{where}: found the user {user[:80]!r}", wanted="a name without spaces")
     return user
 
 
 def checked_port(port: str, where: str) -> int:
-    """Return a port if it is valid."""
+    """Return a port if it is valid; raise InventoryError if not."""
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise InventoryError(f"{where}: found the port {port[:80]!r}", wanted="1 to 65535")
     return int(port)
 
 
 def from_arguments(arguments: Sequence[str]) -> Imported:
-    """Parse hosts of a command line: names, addresses, hostlists as ``gpu[01-04]``, each with ``user@`` or without."""
+    """Parse hosts on a command line: names, addresses or hostlists (``gpu[01-04]``), optionally with ``user@``."""
     found: dict[str, FoundHost] = {}
     for argument in arguments:
         user, at, hosts = argument.rpartition("@")
@@ -105,9 +105,9 @@ def select(imported: Imported, patterns: Sequence[str]) -> Imported:
     """
     chosen: set[str] = set()
     for pattern in patterns:
-        glob = pattern.replace("[", "[[]")  # brackets are a hostlist's: gpu[01-16] is not gpu0
+        glob = pattern.replace("[", "[[]")  # brackets belong to hostlists: gpu[01-16] does not match gpu0
         names = {host.name for host in imported.hosts if fnmatch.fnmatchcase(host.name, glob)}
-        with contextlib.suppress(ValueError):  # `gpu*` is no hostlist
+        with contextlib.suppress(ValueError):  # `gpu*` is not a hostlist
             names |= set(hostlists.expand(pattern)) & {host.name for host in imported.hosts}
         if not names:
             there = ", ".join(host.name for host in imported.hosts[:8])
@@ -145,7 +145,7 @@ def hostfile(text: str, file: str) -> Imported:
 
 
 def _entries(line: str) -> list[str]:
-    """Split a line such as Horovod's ``h1:8,h2:8``, which is found in files, too."""
+    """Split a line such as ``h1:8,h2:8``, Horovod's syntax for the command line, which some hostfiles have, too."""
     is_list = "," in line and not re.search(r"[\s=\[]", line)
     return [entry for entry in line.split(",") if entry] if is_list else [line]
 
@@ -167,7 +167,7 @@ def _hostfile_entry(entry: str, where: str) -> FoundHost:
         key = key.lower().replace("-", "_")
         if not equals and key.isdigit():  # LSF's and some DeepSpeed users' `gpu1 8`
             key, value = "slots", key
-        elif not equals or not key.isidentifier():  # the second is a rankfile's: rank 0=gpu1 slot=1
+        elif not equals or not key.isidentifier():  # not an identifier: a rankfile's `rank 0=gpu1 slot=1`
             raise InventoryError(f"{where}: found {setting[:80]!r}", wanted="settings as slots=8")
         values[key] = value
     written = values.get("slots", values.get("cpu", values.get("count", slots)))
@@ -194,7 +194,7 @@ def _split_count(place: str) -> tuple[str, str | None]:
     try:
         return str(ipaddress.IPv6Address(place)), None
     except ValueError:
-        # MVAPICH's h:2:mlx5_0 names an adapter, too.
+        # MVAPICH's h:2:mlx5_0 also names an adapter.
         counted = re.fullmatch(r"([^:]+):([0-9]+)(?::.*)?", place)
     return (counted.group(1), counted.group(2)) if counted else (place, None)
 

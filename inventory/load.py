@@ -1,4 +1,4 @@
-"""Reads an inventory file and reports all its mistakes at once, as ``file:line: key: found X, wanted Y``."""
+"""Read an inventory file, and report all its mistakes at once, as ``file:line: key: found X, wanted Y``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from nodekit.inventory.schema import Inventory
 
 MAX_BYTES = 1 << 20
-"""Of 5,000 hosts it is a quarter of that; a larger file is something else."""
+"""The largest inventory file: 5,000 hosts take a quarter of that, so a larger file is something else."""
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -20,12 +20,12 @@ def load_inventory(path: str | Path, *, overrides: Mapping[str, object] | None =
 
     Args:
         path: the YAML file; relative to the current folder.
-        overrides: dotted keys that win over the file's, as ``{"job.command": ["train.py"], "nodes": "2:4"}``.
+        overrides: dotted keys that replace the file's, as ``{"job.command": ["train.py"], "nodes": "2:4"}``.
 
     Raises:
         InventoryError: with a line for every mistake in the file.
     """
-    # Only here: `kit --help` and `kit status` read no inventory, and these take a tenth of a second.
+    # Imported here: they take a tenth of a second, and `kit --help` and `kit status` read no inventory.
     from nodekit.inventory.explain import found, tell, validate
     from nodekit.inventory.resolve import resolve
     from nodekit.inventory.source import NotYamlError, Problem, parse
@@ -68,7 +68,7 @@ def example_path(name: str) -> Path:
 
 
 def example_of(path: str) -> str:
-    """Return the name of the inventory that comes with kit and is this file; "" where it is none of these."""
+    """Return the name of an inventory that comes with kit by its path; "" for any other file."""
     file = Path(path)
     return file.stem if file.suffix == ".yaml" and file.parent.resolve() == _FOLDER else ""
 
@@ -79,7 +79,7 @@ def dump(inventory: "Inventory") -> dict[str, Any]:
 
 
 def changed(record: Mapping[str, Any], inventory: "Inventory") -> list[str]:
-    """Return the keys, as ``hosts`` and ``job.env``, whose values are not those of a record of `dump`."""
+    """Return the keys, such as ``hosts`` or ``job.env``, whose values differ from those in a record by `dump`."""
     keys = []
     for key, value in dump(inventory).items():
         before = record.get(key, value)  # an older kit's record may lack it
@@ -103,11 +103,11 @@ def restore(record: Mapping[str, Any]) -> "Inventory":
 
 
 def read_limited(path: Path, max_bytes: int, *, wanted: str) -> bytes:
-    """Read a file, which may be one without an end, as /dev/zero.
+    """Read a file of at most `max_bytes`; it may be an endless one, such as /dev/zero.
 
     Raises:
-        InventoryError: it is longer, and what was wanted.
-        OSError: it cannot be read.
+        InventoryError: the file is larger.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
@@ -118,7 +118,7 @@ def read_limited(path: Path, max_bytes: int, *, wanted: str) -> bytes:
 
 def _read(path: Path) -> str:
     try:
-        # One of a shell's `<(…)` has somebody who writes; of any other, who opens it may wait forever.
+        # The FIFO of a shell's `<(…)` has a writer; opening any other may block for ever.
         if path.is_fifo() and not path.is_relative_to("/dev") and not path.is_relative_to("/proc"):
             raise InventoryError(f"{path}: found a FIFO", wanted="a file", cure=_what_there_is(path.parent))
         return read_limited(path, MAX_BYTES, wanted="an inventory file").decode()

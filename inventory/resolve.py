@@ -1,4 +1,4 @@
-"""Turns an `InventoryFile` into an `Inventory`: expands hostlists, fills in defaults, compares keys."""
+"""Convert an `InventoryFile` to an `Inventory`: expand hostlists, fill in defaults, check keys against each other."""
 
 import os
 import sys
@@ -39,13 +39,13 @@ _NOT_IN_EXTRA = {
         "none: kit needs its own",
     ),
 }
-"""Options of sbatch, and of submitit, with which kit would not find its job or what it says, or Slurm start two."""
+"""Options of sbatch and submitit that kit sets itself: with other values it would not find its job or the output."""
 _SECRET_PATHS = (
     ("hooks.slack.com", "/services/"),
     ("discord.com", "/api/webhooks/"),
     ("webhook.office.com", "/"),
 )
-"""Webhooks whose path is a secret."""
+"""Host and path of webhooks whose URL is a secret."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ENVIRONMENTS = ("python", "requirements", "pyproject", "lock")
 
@@ -56,9 +56,9 @@ def resolve(
     """Return the inventory, or the conflicts between the file's keys.
 
     Args:
-        file: what is valid of the file, its name set.
-        path: the file, absolute.
-        written: the keys at its top, including mistaken ones.
+        file: the valid part of the file, with its name set.
+        path: the file's absolute path.
+        written: the keys at the top of the file, including mistaken ones.
         left_out: paths of mistaken keys; checks that depend on them are skipped.
     """
     defaults = _with_paths_beside(file, path.parent)
@@ -131,7 +131,9 @@ def _hosts(key: str, block: HostBlock, defaults: HostSettings, folder: Path) -> 
     addresses = ("127.0.0.1",) * len(names) if is_local else names
     if block.address:
         given = hostlists.expand(block.address)
-        addresses = given if len(given) == len(names) else names  # `_address_count_problems` tells
+        addresses = (
+            given if len(given) == len(names) else names
+        )  # `_address_count_problems` reports a mismatch
     for name, address in zip(names, addresses, strict=True):
         yield name, Host.model_validate({**settled, "name": name, "address": address})
 

@@ -1,6 +1,6 @@
 """The inventory's models: `InventoryFile` is what users write, `Inventory` has every default filled in.
 
-One set of field types checks both and makes the JSON Schema: editor, loader and run records cannot disagree.
+The same field types validate both and generate the JSON Schema, so that editor, loader and run records agree.
 """
 
 import re
@@ -66,13 +66,13 @@ class _Model(BaseModel):
         extra="forbid",
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        defer_build=True,  # the first use builds it: `kit --help` needs none
+        defer_build=True,  # built on first use, as `kit --help` needs no model
     )
 
     @model_validator(mode="before")
     @classmethod
     def _empty_is_absent(cls, data: object) -> object:
-        """``env:`` with all its lines commented out is the same as no ``env:``."""
+        """Drop keys without a value: ``env:`` with all its lines commented out is the same as no ``env:``."""
         if isinstance(data, dict):
             return {key: value for key, value in data.items() if value is not None}
         return data
@@ -81,7 +81,7 @@ class _Model(BaseModel):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """What `_empty_is_absent` allows: null in place of any field that may be left out."""
+        """Allow null for any field that may be left out, as `_empty_is_absent` does."""
         written = handler(schema)
         model = handler.resolve_ref_schema(written)
         model.pop("title", None)
@@ -96,7 +96,7 @@ class _Model(BaseModel):
 
 
 def _one_of(*keys: str, kind: str = "string") -> ConfigDict:
-    """Return what tells editors that exactly one of these keys is given."""
+    """Return a configuration whose JSON Schema tells editors that exactly one of these keys must be given."""
     choices: list[Any] = [{"required": [key], "properties": {key: {"type": kind}}} for key in keys]
     return ConfigDict(json_schema_extra={"oneOf": choices})
 
@@ -140,18 +140,18 @@ class HostBlock(HostSettings):
 
 
 class Host(HostBlock):
-    """One host, every default filled in. What is still None is for SSH, or the host itself, to say."""
+    """One host with every default filled in. For what is still None, SSH or the host itself has the default."""
 
     name: Text
-    """What kit calls it."""
+    """The host's name in kit."""
     address: Text
-    """Where it is: a name, an address or an SSH alias; 127.0.0.1 for a local host without one."""
+    """The host's name, address or SSH alias for connections; 127.0.0.1 for a local host without one."""
     connection: Connection
-    """How it is reached."""
+    """How the host is reached."""
     python: Text
-    """Its interpreter."""
+    """The host's interpreter."""
     workdir: Text
-    """Where kit keeps code, logs and snapshots on it; a `~` is the host's to expand."""
+    """Where kit keeps code, logs and snapshots on the host; the host expands a `~`."""
 
 
 class Environment(_Model):
@@ -184,14 +184,14 @@ class Environment(_Model):
 
     @field_serializer("index_url", "extra_index_url", "find_links")
     def _without_credentials(self, value: Any, info: SerializationInfo) -> Any:
-        """A record of the inventory has no password in it; `${NAME}` in its place is none."""
+        """Leave passwords out of a run's record of the inventory; `${NAME}` is none, and stays."""
         if info.mode != "json" or value is None:
             return value
         return _plain(value) if isinstance(value, str) else [_plain(each) for each in value]
 
 
 def _plain(url: str) -> str:
-    """A URL without its user and password, unless they are only named."""
+    """Return a URL without user and password, unless these are only `${NAME}`."""
     return re.sub(
         r"^(https?://)([^/]*)@",
         lambda found: found[0] if re.fullmatch(r"(\$\{\w+\}:?)+", found[2]) else found[1],
@@ -335,7 +335,7 @@ class SlurmSettings(_Model):
     @field_validator("extra")
     @classmethod
     def _as_submitit_writes_them(cls, extra: dict[str, Scalar]) -> dict[str, Scalar]:
-        """``mail-type`` is sbatch's own spelling, by which kit would not know what is asked for."""
+        """Replace dashes by underscores: kit looks for ``mail_type``, but sbatch spells it ``mail-type``."""
         return {key.replace("-", "_"): value for key, value in extra.items()}
 
     @property
@@ -374,14 +374,14 @@ class InventoryFile(HostSettings):
 
 
 class Inventory(_Model):
-    """What the user wrote, hostlists expanded and defaults filled in."""
+    """The user's inventory with hostlists expanded and defaults filled in."""
 
     name: InventoryName
-    """What kit calls the cluster."""
+    """The cluster's name, after which runs are named."""
     path: Path
-    """The file it came from, absolute."""
+    """The absolute path of the file."""
     network: Network | None = None
-    """The network to train over. A host's own `interface` comes before it."""
+    """The network to train over. A host's own `interface` takes precedence."""
     nodes: Nodes
     """The fewest and most nodes the job runs on."""
     hosts: tuple[Host, ...] = ()
@@ -389,11 +389,11 @@ class Inventory(_Model):
     slurm: SlurmSettings | None = None
     """What to ask of Slurm, in place of hosts."""
     defaults: HostSettings
-    """The host settings at the top of the file: already part of `hosts`; Slurm's nodes have only these."""
+    """The host settings at the top of the file: merged into `hosts` already; Slurm's nodes have only these."""
     environment: Environment | None = None
-    """What is made on the nodes before the job starts; None: nothing, `python` is there as it is."""
+    """The environment to build on the nodes before the job starts; None: the hosts' `python` is used as it is."""
     job: Job
-    """What runs on them."""
+    """What runs on the nodes."""
     snapshots: SnapshotSettings = SnapshotSettings()
     """Where snapshots are kept, and how often they are taken."""
     logs: LogSettings = LogSettings()
@@ -406,11 +406,11 @@ class Inventory(_Model):
 
 class _Generator(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
-        """No: pydantic's title would only repeat the key."""
+        """Return False: pydantic's title would only repeat the key."""
         return False
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of the file as users write it, for editors."""
+    """Return the JSON Schema (draft 2020-12) of the file as users write it, for editors."""
     schema = InventoryFile.model_json_schema(schema_generator=_Generator)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "nodekit inventory", **schema}

@@ -1,4 +1,4 @@
-"""Parses the output of ``scontrol show nodes`` into partitions and their kinds of nodes. Pure."""
+"""Parse the output of ``scontrol show nodes`` into partitions and their kinds of nodes. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class NodeKind:
     """Number of nodes that are not down or drained."""
     gpus: int
     gpu_type: str
-    """Slurm's name, as ``a100``; "" if unknown."""
+    """Slurm's name of the GPUs, such as ``a100``; "" if unknown."""
     cpus: int
     memory_mib: int
 
 
 def partitions(text: str, default: str | None = None) -> Mapping[str, tuple[NodeKind, ...]]:
-    """Return partition → its kinds of nodes, those with most GPUs first; the default partition first.
+    """Return partition → its kinds of nodes, those with the most GPUs first; the default partition comes first.
 
     Raises:
         KitError: the text names no node.
@@ -36,7 +36,7 @@ def partitions(text: str, default: str | None = None) -> Mapping[str, tuple[Node
     for record in re.split(r"(?:^|\n)(?=\s*NodeName=)", text):
         fields: dict[str, str] = {}
         for name, value in re.findall(rf"(?<!\S)({'|'.join(_FIELDS)})=(\S*)", record):
-            fields.setdefault(name, value)  # what comes later may be of a Reason's words
+            fields.setdefault(name, value)  # a later match may be in the text of a Reason
         if not fields.get("NodeName"):
             continue
         gpus, gpu_type = _gpus(fields.get("Gres", ""), fields.get("CfgTRES", ""))
@@ -67,7 +67,7 @@ def partitions(text: str, default: str | None = None) -> Mapping[str, tuple[Node
 
 
 def _gpus(gres: str, tres: str) -> tuple[int, str]:
-    """``gpu:a100:4(S:0-1)``, ``gpu:8``, ``gpu:a100:2,gpu:v100:2``; or of ``cpu=64,gres/gpu=8``."""
+    """Parse ``gpu:a100:4(S:0-1)``, ``gpu:8`` or ``gpu:a100:2,gpu:v100:2``; else ``cpu=64,gres/gpu=8``."""
     total, types = 0, []
     for kind, count in re.findall(r"(?:^|,)gpu(?::([^:,()]+?))??(?::([0-9]{1,6}))?(?=$|[,(])", gres):
         total += int(count or 1)

@@ -1,8 +1,8 @@
-"""Parses YAML text into plain data, with the line of every key and value.
+"""Parse YAML text into plain data, with the line of every key and value.
 
-PyYAML's own loader is YAML 1.1: it reads ``2:4`` as 124 seconds, ``on`` as true and ``010`` as eight, keeps
-the last of two equal keys, and forgets lines. So only its parser is used; its tree is read here, by the rules
-of YAML 1.2.
+PyYAML's own loader implements YAML 1.1: it reads ``2:4`` as 124 seconds, ``on`` as true and ``010`` as eight, keeps
+the last of two equal keys, and drops line numbers. So only PyYAML's parser is used; its tree is converted here by the
+rules of YAML 1.2.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import yaml
 
 MAX_VALUES = 100_000
-"""More values than any inventory has: only aliases of aliases exceed this."""
+"""The most values of a file, more than any inventory has: only nested aliases exceed this."""
 
 Path = tuple[str | int, ...]
 """The path of a value: keys, and indexes in lists."""
@@ -80,7 +80,7 @@ class Document:
                 if isinstance(place, dict) and place.get(key) is None:
                     place[key] = {}
                 place = place[key] if isinstance(place, dict) else None
-            if isinstance(place, dict):  # if not, the file's own mistake is told
+            if isinstance(place, dict):  # if not, the file's own mistake is reported
                 place[last] = value
                 self.overridden.add(path)
 
@@ -207,7 +207,7 @@ class _Reader:
             return node.value if self._is_clean(node, path) else ""
         try:
             return _CONSTRUCT[kind](node.value)
-        except ValueError:  # a tag that does not fit (!!int x), or a number of 4,300 digits and more
+        except ValueError:  # a wrong tag (!!int x), or a number of more than 4,300 digits
             self._problem(node, path, f"found {quoted(node.value)}, wanted a value of the kind {kind}")
             return None
 
@@ -255,7 +255,9 @@ def _syntax_problem(error: yaml.MarkedYAMLError) -> NotYamlError:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
     said = f"{error.context or ''}; {error.problem or ''}"
-    if error.context_mark and re.search("quoted|flow", said):  # where it was opened, not where the text ended
+    if error.context_mark and re.search(
+        "quoted|flow", said
+    ):  # report where it was opened, not where the text ended
         line = error.context_mark.line + 1
     for pattern, hint in _HINTS:
         found = re.search(pattern, said)
