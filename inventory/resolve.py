@@ -131,9 +131,8 @@ def _hosts(key: str, block: HostBlock, defaults: HostSettings, folder: Path) -> 
     addresses = ("127.0.0.1",) * len(names) if is_local else names
     if block.address:
         given = hostlists.expand(block.address)
-        addresses = (
-            given if len(given) == len(names) else names
-        )  # `_address_count_problems` reports a mismatch
+        # `_address_count_problems` reports a mismatch.
+        addresses = given if len(given) == len(names) else names
     for name, address in zip(names, addresses, strict=True):
         yield name, Host.model_validate({**settled, "name": name, "address": address})
 

@@ -255,9 +255,8 @@ def _syntax_problem(error: yaml.MarkedYAMLError) -> NotYamlError:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
     said = f"{error.context or ''}; {error.problem or ''}"
-    if error.context_mark and re.search(
-        "quoted|flow", said
-    ):  # report where it was opened, not where the text ended
+    # Report where it was opened, not where the text ended.
+    if error.context_mark and re.search("quoted|flow", said):
         line = error.context_mark.line + 1
     for pattern, hint in _HINTS:
         found = re.search(pattern, said)

@@ -18,7 +18,7 @@ from nodekit.slurm.cluster.jobs import Slurm, Watched
 from nodekit.slurm.cluster.shared_folder import LOST, SharedFolder, record_of
 
 LOOK_S = 5.0  # between reads; Prometheus asks every 15 s, or less often
-LOOK_AT_JOB_S = 15.0
+LOOK_AT_JOB_S = 15.0  # between two questions to Slurm
 
 
 @contextlib.contextmanager
@@ -47,9 +47,8 @@ def _feed(run: Run, channel: HostChannel, observers: Sequence[Observer], closing
     source = SharedFolder(run, channel)
     job, asked_at = Watched(Slurm(channel), run.slurm["job_id"]), -LOOK_AT_JOB_S
     while True:
-        with contextlib.suppress(
-            KitError, OSError, ValueError
-        ):  # the login node may be unreachable for a while
+        # The login node may be unreachable for a while.
+        with contextlib.suppress(KitError, OSError, ValueError):
             if (record := record_of(run, channel)) is not None:
                 run.generation, run.nodes, run.clock_offsets = (
                     record.generation,

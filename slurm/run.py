@@ -40,9 +40,9 @@ from nodekit.slurm.cluster.shared_folder import (
 )
 from nodekit.slurm.submission.prepare import Ready, prepare
 
-LOOK_S = 2.0
-POLL_S = 0.3
-STOP_S = 90.0
+LOOK_S = 2.0  # between two questions to Slurm
+POLL_S = 0.3  # between two readings of the leader's output
+STOP_S = 90.0  # the longest wait for a cancelled job to end
 ACCOUNT_S = 10.0  # the longest wait for slurmdbd, which learns of a job's end a moment later
 
 

@@ -16,7 +16,7 @@ MAX_SIGNAL_S = 90
 SRUN_ARGS = ("--no-kill", "--kill-on-bad-exit=0", "--export=ALL")
 
 ALWAYS = ("array", "open_mode", "signal", "wait")
-"""Options of sbatch that kit or submitit always sets."""
+"""Options of sbatch on which kit or submitit always decides."""
 VARIABLES = {
     "SBATCH_ARRAY_INX": "array",
     "SBATCH_MEM_PER_NODE": "mem",

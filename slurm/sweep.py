@@ -34,7 +34,7 @@ from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, LoginAgain, cancelling,
 from nodekit.slurm.cluster.shared_folder import node_statuses, record_end, record_of
 from nodekit.slurm.submission.prepare import dry_run, prepare
 
-LOOK_S = 2.0
+LOOK_S = 2.0  # between two questions to Slurm
 MAX_NUMBERS = 3
 """How many numbers of a run's result.json the table shows, such as accuracy and loss; the first ones."""
 

@@ -23,9 +23,9 @@ from nodekit.slurm.cluster.jobs import Job, Slurm, Watched
 from nodekit.slurm.cluster.login import LoginAgain, login, still_on
 from nodekit.slurm.cluster.shared_folder import SharedFolder
 
-TICK_S = 0.1
-LOOK_S = 1.0
-LOOK_AT_JOB_S = 5.0
+TICK_S = 0.1  # between two redraws
+LOOK_S = 1.0  # between two readings of the shared folder
+LOOK_AT_JOB_S = 5.0  # between two questions to Slurm
 
 
 def watch(

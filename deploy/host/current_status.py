@@ -108,9 +108,8 @@ class StatusFile:
             size = os.fstat(handle).st_size
             if not size:  # the first line identifies the file, so it must be an event, which never changes
                 raise OSError(errno.ENODATA, os.strerror(errno.ENODATA), self._path)
-            end = (
-                b"" if os.pread(handle, 1, size - 1) == b"\n" else b"\n"
-            )  # ends a line that a crash has torn
+            # Ends a line that a crash has torn.
+            end = b"" if os.pread(handle, 1, size - 1) == b"\n" else b"\n"
             files.append_whole(handle, end + data.ljust(room - 1) + b"\n", self._path)
         finally:
             os.close(handle)

@@ -11,7 +11,7 @@ from typing import Any, Callable, List, Optional, TypeVar, Union
 
 T = TypeVar("T")
 
-PATIENCE_S = 1.0
+PATIENCE_S = 1.0  # how long a failing read is retried by default
 NOT_FOUND = (FileNotFoundError, NotADirectoryError)
 """The errors for a file that does not exist. After any other OSError that is unknown."""
 

@@ -19,9 +19,8 @@ from typing import Any, Callable, Dict, List, Optional
 from nodekit.deploy.host import processes
 
 _CHUNK_BYTES = 32 * 1024
-_WINDOW = (
-    16  # the most chunks not acknowledged yet: a slow reader blocks the command, in place of filling memory
-)
+# The most chunks not acknowledged yet: a slow reader blocks the command, in place of filling memory.
+_WINDOW = 16
 _BEAT_S = 1.0
 _LINGER_S = 0.3  # how long to read on after the command has ended, if a process it left behind holds the pipe
 _POLL_S = 0.02

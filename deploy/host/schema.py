@@ -131,7 +131,7 @@ class HostStatus(TypedDict, total=False):
 
 
 class NodeStatus(HostStatus, total=False):
-    """What a node does now: written by its agent, completed by its host (docs/events.md says what each field means)."""
+    """The current status of a node: written by its agent, completed by its host; docs/events.md explains each field."""
 
     version: int
     kind: str

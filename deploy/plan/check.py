@@ -23,7 +23,7 @@ from nodekit.inventory.schema import Environment, Host, Inventory
 from nodekit.training.engine_info import LIBRARIES
 from nodekit.training.reporting.trackers import TRACKERS
 
-NEEDED_BYTES = 100 * 1024**2
+NEEDED_BYTES = 100 * 1024**2  # the least free space in a workdir
 FACTS_TIMEOUT_S = 15.0
 SMI_TIMEOUT_S = 15.0  # without persistence mode, nvidia-smi takes a second or more per GPU
 MAX_SKEW_S = 2.0  # an exported script uses torchrun, which counts a node as lost 3 s after its keepalive
@@ -58,7 +58,7 @@ class Facts:
     modules: tuple[str, ...]
     """Installed libraries of engines and trackers."""
     clock_offset_s: float
-    """The host's clock minus ours, to within `clock_error_s`."""
+    """The host's clock minus that of this machine, to within `clock_error_s`."""
     cpus: int
     interfaces: tuple[Interface, ...]
     routes: Mapping[str, str | None]
@@ -141,7 +141,7 @@ def facts_of(channel: HostChannel, found: Mapping[str, Any]) -> Facts:
 
 
 def _ask_time(channel: HostChannel) -> tuple[float, float]:
-    """Return a round trip, and the host's clock minus ours at its middle."""
+    """Return a round trip, and the host's clock minus this machine's at its middle, both in seconds."""
     before, started = time.time(), time.perf_counter()
     there = channel.call("probes.now", timeout_s=FACTS_TIMEOUT_S)
     rtt_s = time.perf_counter() - started
@@ -284,7 +284,7 @@ def addresses(
 
 
 def _middle_clock(facts: Sequence[Facts]) -> Facts:
-    """Return the facts of the host with the median clock, as our own may be wrong; of two, the one closer to ours."""
+    """Return the facts of the host with the median clock, as this machine's may be wrong; of two, the closer one."""
     if len(facts) == 2:
         return min(facts, key=lambda found: abs(found.clock_offset_s))
     return sorted(facts, key=lambda found: found.clock_offset_s)[(len(facts) - 1) // 2]

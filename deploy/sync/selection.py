@@ -259,10 +259,7 @@ class _Rules:
                 lines = [line for line in text.splitlines() if line]
                 try:
                     self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)
-                except (
-                    ValueError,
-                    re.error,
-                ):  # a line is not a pattern, such as "!" alone: skip it, as git does
+                except (ValueError, re.error):  # a line is not a pattern ("!" alone): skip it, as git does
                     lines = [line for line in lines if _is_pattern(line)]
                     self._specs[folder] = pathspec.GitIgnoreSpec.from_lines(lines)
                 self._lines[folder] = lines
@@ -333,9 +330,7 @@ def _git_reasons(root: Path, repository: str, paths: list[str]) -> Iterator[tupl
         if file.rpartition("/")[2] == GIT_IGNORE_FILE and source.startswith(prefix):
             folder = (repository + file).rpartition("/")[0]
             yield path, Why(repository + file, _put_back(folder, pattern))
-        elif "/" in pattern.strip(
-            "/"
-        ):  # a pattern with a path, relative to an ignore file outside of the root
+        elif "/" in pattern.strip("/"):  # a path relative to an ignore file outside of the root
             yield path, Why(source, f"!/{_escaped(path)}")
         else:
             yield path, Why(source, _put_back(repository.rstrip("/"), pattern.lstrip("/")))

@@ -168,9 +168,8 @@ def _rsync(delivery: Delivery, rsh: Sequence[str]) -> None:
     if shutil.which("setpriv"):
         argv = ["setpriv", "--pdeathsig", "TERM", *argv]  # rsync must end if kit is killed
     with tempfile.TemporaryFile() as names, tempfile.TemporaryFile() as stderr:
-        for (
-            entry
-        ) in delivery.entries:  # with ./ since rsync takes a line that begins with # or ; for a comment
+        # With ./ since rsync takes a line that begins with # or ; for a comment.
+        for entry in delivery.entries:
             names.write(b"./" + entry.path.encode("utf-8", "surrogateescape") + b"\0")
         names.seek(0)
         with subprocess.Popen(argv, stdin=names, stdout=subprocess.PIPE, stderr=stderr) as rsync:

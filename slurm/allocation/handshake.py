@@ -24,10 +24,10 @@ from nodekit.slurm.allocation.requeue import node_name
 MEET_S = 300.0
 """How long the tasks wait for the leader, and the leader for the tasks: the slowest one may still load its modules."""
 LATE_S = 20.0  # how long to wait for all tasks; after that, for the fewest that the job needs
-TALK_S = 10.0
+TALK_S = 10.0  # the longest wait for a task to authenticate itself, or to connect again
 UNHEARD_S = 5.0  # a connection to a host that is silent for so long is closed, and the task connects again
-KEEP_ALIVE_S = 1
-CALL_S = 3.0
+KEEP_ALIVE_S = 1  # between two keepalives of TCP
+CALL_S = 3.0  # the longest wait for a connection to one address
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def _say(run_dir: Path, text: str) -> None:
 def queue_again_without_leader(
     run_dir: Path, why: str, lost: list[str], cause: dict[str, str] | None = None
 ) -> None:
-    """Requeue the job in place of its leader, or cancel it after `slurm.max_requeues`; tell that in the leader's log.
+    """Requeue the job in place of its leader, or cancel it after `slurm.max_requeues`; note that in the leader's log.
 
     Args:
         run_dir: the run's folder.

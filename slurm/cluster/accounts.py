@@ -11,7 +11,7 @@ from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm.cluster.jobs import ENDED, Slurm
 
 FIELDS = ("JobID", "State", "ElapsedRaw", "AllocCPUS", "TotalCPU", "CPUTimeRAW", "NNodes", "ReqMem", "MaxRSS")
-AGAIN_S = 0.3
+AGAIN_S = 0.3  # between two questions to sacct
 _UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4, "": 1}
 
 

@@ -19,7 +19,7 @@ from nodekit.inventory.schema import Host, Inventory, SlurmSettings
 LOGIN = "login"
 LOGIN_TIMEOUT_S = 60.0
 FILE_BYTES = 64 << 20  # the largest file that is read; a record has one to two kB for each node
-RETRY_S, MAX_RETRY_S = 5.0, 60.0
+RETRY_S, MAX_RETRY_S = 5.0, 60.0  # the first and the longest wait between two tries to log in again
 HELD_S = 600.0  # if a connection has lasted for longer, the first retry does not wait
 
 

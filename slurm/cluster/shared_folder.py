@@ -30,9 +30,8 @@ LOST = "lost"  # the status line of a node that the leader cannot reach
 _QUEUED = "queued  Slurm is to start its job again"
 _TAIL_BYTES = 65536
 _LAST_LINES = 3
-_ENDED_TASK = re.compile(
-    r"srun: error: \S+ tasks? \S+ Exited with exit code \d+"
-)  # srun prints it for each node
+# srun prints it for each node.
+_ENDED_TASK = re.compile(r"srun: error: \S+ tasks? \S+ Exited with exit code \d+")
 _OF_A_RANK = re.compile(r"(\S+):(\d+) +\| (.*)")
 
 

@@ -223,9 +223,8 @@ class Ready:
             "private": list(self.private),
             "left_out": dict(self.left_out),
             "skip_check": self.skip_check,
-            "columns": shutil.get_terminal_size(
-                (100, 24)
-            ).columns,  # of the terminal that shows the leader's output
+            # Of the terminal that shows the leader's output.
+            "columns": shutil.get_terminal_size((100, 24)).columns,
         }
         write(self.channel, f"{run_dir}/slurm/job.json", json.dumps(job))
         write(self.channel, f"{run_dir}/slurm/result.json", "{}")  # replaces the result of an earlier job

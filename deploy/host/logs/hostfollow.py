@@ -15,9 +15,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, 
 from nodekit.deploy.host.node import status
 from nodekit.deploy.host.schema import AgentRecord, NodeStatus
 
-LOG_CHUNK_BYTES = (
-    256 * 1024
-)  # the most of one file in one message: a flood of output must not delay the status
+# The most of one file in one message: a flood of output must not delay the status.
+LOG_CHUNK_BYTES = 256 * 1024
 _POLL_S = 0.2
 _BEAT_S = 1.0  # the longest time between two readings, and two messages, of the status
 _SWEEP_S = 5.0  # the longest time between two readings of everything, whether it seems to have changed or not

@@ -25,7 +25,7 @@ CHUNK_BYTES = 256 * 1024
 MAX_LINE_BYTES = 64 * 1024
 MATCH_S = 20  # a regular expression that takes longer on one page counts as endless
 BEAT_S = 1.0
-FOLLOW_S = 30.0
+FOLLOW_S = 30.0  # after so long `follow` returns, unless it follows one node
 PIECE_BYTES = 1 << 20
 
 Line = Tuple[float, int, str, str]

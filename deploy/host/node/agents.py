@@ -14,8 +14,8 @@ from nodekit.deploy.host import current_status, errors, files, ports, processes
 from nodekit.deploy.host.node import fence, status
 from nodekit.deploy.host.schema import FINISHED, AgentRecord, NodeStatus, Stopped
 
-NO_WORKERS_GRACE_S = 3.0
-UNKILLABLE_S = 10.0
+NO_WORKERS_GRACE_S = 3.0  # how long an agent without workers may take to end before it is killed
+UNKILLABLE_S = 10.0  # after SIGKILL, how long to wait before a process counts as unkillable
 KILLED_S = 3.0  # how long to wait for killed ranks to end
 _POLL_S = 0.05
 COPYING_GRACE_S = 23.0  # for copying the last snapshot to other nodes: the agent itself gives up after 20 s

@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Optional, Sequence
 from nodekit.deploy.host.code import treefiles
 from nodekit.deploy.host.probes import hostfacts
 
-MOST_FILES = 50_000
-MOST_S = 2.0
+MOST_FILES = 50_000  # the most files that `written` looks at
+MOST_S = 2.0  # the longest time that `written` takes
 _NOT_SNAPSHOTS = ("fence",)  # kit's own file in the snapshot folder
 
 

@@ -72,10 +72,8 @@ def _set_fence(node_dir: str, spec: Mapping[str, Any], generation: int, only_rai
     is_shared = spec.get("env", {}).get("NODEKIT_SNAPSHOT_SHARED", "") not in ("", "0")
     files.make_private(node_dir)
     make_snapshot_folder(saved, is_shared=is_shared)
-    for folder in (
-        saved,
-        node_dir,
-    ):  # nodekit.training reads the fence in the folder it saves to, perhaps a shared one
+    # nodekit.training reads the fence in the folder that it saves to, which may be a shared one.
+    for folder in (saved, node_dir):
         if only_raises and _is_fenced(folder, generation):
             continue  # by now another node has set a later fence in the shared folder
         files.write_private(os.path.join(folder, "fence"), b"%d\n" % generation, durable=True)

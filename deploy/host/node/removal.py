@@ -83,7 +83,7 @@ def _look(found: dict[str, Any], place: Path, run_id: str, names: Sequence[str],
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is anything at a path; raises OSError if that cannot be told."""
+    """Whether there is anything at a path; raise OSError if that is unknown."""
     try:
         os.lstat(path)
     except files.NOT_FOUND:

@@ -11,13 +11,12 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.schema import AgentRecord, NodeStatus, Worker
 
-HELD_S = 30.0
+HELD_S = 30.0  # how long a node's last known snapshot stands in for a folder that cannot be listed
 _SNAPSHOT = re.compile(
     r"g(\d{4,})-s(\d{9,})\.json"
 )  # as nodekit.training.snapshots.files.manifest names a committed one
-_last_snapshots: Dict[
-    str, Tuple[List[int], float]
-] = {}  # folder → its newest snapshot, and when that was read
+# Folder → its newest snapshot, and when that was read.
+_last_snapshots: Dict[str, Tuple[List[int], float]] = {}
 
 
 def agent_record(node_dir: str) -> Optional[AgentRecord]:

@@ -154,9 +154,8 @@ def parse(records: str) -> list[str]:
     for line in records.splitlines():
         head, is_record, message = line.partition(";")
         fields = head.split(",")
-        if (
-            is_record and len(fields) >= 3 and fields[2].isdigit()
-        ):  # other lines are a record's indented dictionary
+        # Other lines are a record's indented dictionary.
+        if is_record and len(fields) >= 3 and fields[2].isdigit():
             found.append(message)
     return found
 

@@ -199,9 +199,8 @@ def _gpus(pool: concurrent.futures.Executor) -> Dict[str, Any]:
     pids = sorted({int(pid) for pid in re.findall(r"<pid>(\d+)</pid>", smi)})
     return dict(
         found,
-        smi=re.sub(
-            r"<supported_clocks>.*?</supported_clocks>", "", smi, flags=re.DOTALL
-        ),  # half of the output
+        # The clocks are half of the output.
+        smi=re.sub(r"<supported_clocks>.*?</supported_clocks>", "", smi, flags=re.DOTALL),
         problem=problem,
         topo=topo,
         p2p=p2p,

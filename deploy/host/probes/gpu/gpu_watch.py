@@ -31,7 +31,7 @@ _INVALID_ARGUMENT, _NOT_SUPPORTED, _TIMEOUT, _GPU_IS_LOST = 2, 3, 10, 15
 _REASONS = (
     "nvmlDeviceGetCurrentClocksEventReasons",
     "nvmlDeviceGetCurrentClocksThrottleReasons",
-)  # the first since driver 12.2, the second before
+)  # the first since NVML 12.2, the second before
 _SM, _GPU_SENSOR, _UNCORRECTED, _VOLATILE = 1, 0, 1, 0
 _XID_EVENT = ctypes.c_ulonglong(8)
 

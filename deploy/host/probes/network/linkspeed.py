@@ -40,7 +40,7 @@ def listen(address: str, token: str, limit_s: float) -> int:
 
 
 def measure(address: str, port: int, token: str, source: str, seconds: float, streams: int) -> Dict[str, Any]:
-    """Send to the listener at `address` from our address `source`: ``{"bytes_per_s", "rtt_s"}``.
+    """Send to the listener at `address` from this host's address `source`; return ``{"bytes_per_s", "rtt_s"}``.
 
     The rate is that of all streams together, measured by the receiver; the round trip is the median on an idle link.
 

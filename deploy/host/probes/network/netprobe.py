@@ -234,7 +234,7 @@ class _Session:
                 caller.send(_signed(self.name, self.token, nonce) + b"\n")
         except OSError:
             return True
-        # The caller closes first, and with a reset: no port of ours is left in TIME_WAIT.
+        # The caller closes first, and with a reset, so that no port of this host is left in TIME_WAIT.
         return len(said[caller]) > _MAX_LINE
 
     def _take_datagrams(self) -> None:

@@ -31,11 +31,8 @@ _ANSWER_TIMEOUT_S = 5
 _SIOCETHTOOL = 0x8946
 _ETHTOOL_GSET = 1
 _SPEED_UNKNOWN = (0, 0xFFFF, 0xFFFFFFFF)
-_MADE_UP_SPEED = (
-    "veth",
-    "dummy",
-    "ifb",
-)  # these drivers report a speed of 10 Gb/s, or none, whatever the real one is
+# These drivers report a speed of 10 Gb/s, or none, whatever the real one is.
+_MADE_UP_SPEED = ("veth", "dummy", "ifb")
 
 # The kernel's name of a virtual interface's driver → the kind here; with any other driver the kind is "virtual".
 _KINDS = {
@@ -161,9 +158,8 @@ def _address(body: bytes) -> Tuple[int, Optional[str]]:
     """Parse the message of an address: its interface's index, and the address; None if it is link-local."""
     family, prefix, _, scope, index = struct.unpack_from("=BBBBI", body)
     attributes = attributes_in(body[8:])
-    packed = attributes.get(
-        _IFA_LOCAL, attributes.get(_IFA_ADDRESS)
-    )  # a tunnel's ADDRESS is that of its other end
+    # A tunnel's ADDRESS is that of its other end.
+    packed = attributes.get(_IFA_LOCAL, attributes.get(_IFA_ADDRESS))
     if family not in (socket.AF_INET, socket.AF_INET6) or packed is None:
         return index, None
     if family == socket.AF_INET6 and scope == _SCOPE_LINK:
