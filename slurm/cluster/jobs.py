@@ -147,7 +147,7 @@ class Slurm:
 
     def partitions(self) -> dict[str, dict[str, str]]:
         """Return partition → its fields as scontrol shows them; the default partition is first."""
-        status, out, err = self.run("scontrol", "show", "partition", "--oneliner")
+        status, out, err = self.asked("scontrol", "show", "partition", "--oneliner")
         if status:
             raise Unanswered(f"{self._channel.host}: Slurm does not answer: {err.strip()}")
         found = [_fields(line) for line in out.splitlines() if line.strip()]
