@@ -1,4 +1,4 @@
-"""What can be done with a run, whoever runs it. `backend_of` alone knows who there is."""
+"""The interface of the backends, SSH and Slurm, and `backend_of`, which chooses one."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """Who runs a run. What only some can do says so by a KitError, before anything is done."""
+    """Starts, shows and stops runs. What a backend cannot do raises a KitError before anything is done."""
 
     def up(self, inventory: Inventory, options: Options) -> int:
-        """Start the job of an inventory, or attach to the run that is there, and watch it; the exit status."""
+        """Start the job of an inventory, or attach to its run, and watch it; return the exit status."""
 
     def watch(self, run: Run, ssh: SshOptions, *, plain: bool = False) -> int:
-        """Show a run that goes on, until it ends or the user leaves; the exit status."""
+        """Show a run until it ends or the user leaves; return the exit status."""
 
     def down(self, run: Run, options: StopOptions) -> int:
-        """Stop a run; the exit status is 1 where that is not certain."""
+        """Stop a run; return the exit status, 1 if it is not certain that all of it has stopped."""
 
     def status(self, run: Run, ssh: SshOptions) -> Status:
-        """What a run and each of its nodes does now."""
+        """Return what a run and each of its nodes is doing."""
 
     def history(self, run: Run, ssh: SshOptions) -> tuple[Run, list[Event]]:
-        """A run as its supervisor has it, and its events in the order of time."""
+        """Return the supervisor's record of a run, and its events in the order of time."""
 
     def rules(self, run: Run, node: str) -> Rules:
-        """By what its supervisor goes, for who wants a node out of it; KitError where that is not kit's to do."""
+        """Return the supervisor's rules, which decide whether a node can be drained; KitError if Slurm does."""
 
     def still_there(self, run: Run, channels: Mapping[str, HostChannel]) -> str:
-        """What of a run is not over beside its agents, in words, read through channels to `hosts`; "" for nothing."""
+        """Return in words what is left of a run besides its agents, asked through channels to `hosts`; else ""."""
 
-    # --- all runs of a sweep at once, where `up` can start one ---
+    # --- all runs of a sweep at once, if `up` can start one ---
 
     def sweep_status(self, members: list[Run], ssh: SshOptions, *, as_json: bool) -> int:
-        """Print a table of them; the exit status."""
+        """Print a table of the runs of a sweep; return the exit status."""
 
     def sweep_down(self, members: list[Run], options: StopOptions) -> int:
-        """Stop those that are not over, as `down` does; the exit status."""
+        """Stop the runs of a sweep that are not over, as `down` does; return the exit status."""
 
     # --- what the nodes wrote ---
 
     @property
     def poll_s(self) -> float:
-        """How often files may be looked at that are written to."""
+        """Seconds between two looks at files that are being written."""
 
     def hosts(self, run: Run, *, spare: bool = False) -> Mapping[str, Host]:
-        """The hosts through which the files of a run's nodes are read, by name; `spare`: also of such that may come."""
+        """Return name → host for the hosts that the nodes' files are read through; with `spare`, of spare nodes too."""
 
     def folders(self, run: Run) -> Sequence[RunFolder]:
-        """Where a run lies, on which of `hosts`."""
+        """Return the folders of a run, each with the one of `hosts` that it lies on."""
 
     def record(self, run: Run, channels: Mapping[str, HostChannel]) -> Run | None:
-        """The run as its supervisor has it, with its nodes, read through channels to `hosts`; None before there is."""
+        """Return the supervisor's record of a run, read through channels to `hosts`; None before there is one."""
 
     def nodes_at(self, record: Run, host: str) -> Sequence[str]:
-        """The nodes that a record has, or may get, whose files are read through one of `hosts`."""
+        """Return the nodes, spare ones included, whose files are read through `host`, which is one of `hosts`."""
 
     def is_over(self, run: Run, channels: Mapping[str, HostChannel], *, all_gone: bool) -> bool:
-        """Whether a run has ended; `all_gone`: no agent is left where it could be asked."""
+        """Whether a run has ended; `all_gone` says that no agent is alive on any host that could be asked."""
 
 
 def backend_of(about: Inventory | Run) -> Backend:
-    """Who runs the job of an inventory, or has a run."""
+    """Return the backend of an inventory, or of a run."""
     if about.slurm:
         from nodekit.slurm.backend import SlurmBackend
 

@@ -1,4 +1,4 @@
-"""How the user's code, and a venv with the packages that it needs, come to lie on a host. Sent over the channel.
+"""Places the user's code, and a venv with the packages that it needs, on a host; sent over the channel.
 
 It may import `nodekit.deploy.host` only.
 """

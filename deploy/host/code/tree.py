@@ -1,7 +1,7 @@
-"""The host's side of sync: place a tree of files from a cache, keep the cache whole, take in what is sent.
+"""The host's side of sync: place a tree of files from a cache, complete the cache again, receive files.
 
 Its source travels to the hosts (`deploy/connect/channel.py`), where the public functions are called by name: standard
-library only, Python 3.8 syntax, JSON in and out. `treefiles` says what a tree is.
+library only, Python 3.8 syntax, JSON in and out. `treefiles` defines a tree.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from nodekit.deploy.host.code.treefiles import Row, Stats
 
 _SPOILT = "what was copied from the cache is not what was in it"
-_held: dict[str, int] = {}  # cache -> descriptor of its lock file: this process is one end of one channel
-_begin: dict[str, threading.Event] = {}  # cache -> what its thread waits for
-_keeping: dict[str, threading.Thread] = {}  # cache -> the thread that makes it whole again after `place`
+_held: dict[str, int] = {}  # cache -> descriptor of its lock file; the process serves a single channel
+_begin: dict[str, threading.Event] = {}  # cache -> the event that its thread in `_keeping` waits for
+_keeping: dict[str, threading.Thread] = {}  # cache -> the thread that fills it again after `place`
 
 
 # --- the lock -----------------------------------------------------------------------------------------------
 
 
 def lock(cache: str, owner: str, wait_s: float) -> bool:
-    """Make this process the only one that touches `cache`, until `release` or its end; False if it was.
+    """Lock `cache` for this process until `release` or its end; False if this process has locked it already.
 
     Raises:
-        TimeoutError: another held it for all of `wait_s` seconds; says who.
+        TimeoutError: another process, which is named, held it for all of `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
     thread = _keeping.get(cache)
@@ -86,7 +86,7 @@ def _try_lock(handle: int) -> bool:
 
 
 def release(cache: str) -> None:
-    """Let others touch `cache`; where it is being copied still, when that is done."""
+    """Unlock `cache`; if it is still being filled, that unlocks it when it is done."""
     cache = _absolute(cache)
     if cache not in _keeping:
         _unlock(cache)
@@ -103,7 +103,7 @@ def _absolute(path: str) -> str:
 
 
 def begin_caching(cache: str) -> None:
-    """Begin the copying that `place` left for later: nothing that is waited for is slowed by it any more."""
+    """Start the copying that `place` left for later, once it does not slow down the start of the job any more."""
     event = _begin.get(_absolute(cache))
     if event is not None:
         event.set()
@@ -123,14 +123,14 @@ def finish_caching(cache: str) -> None:
 def place(
     cache: str, dest: str, digest: str, rows: list[Row] | None = None, owner: str = "", wait_s: float = 30.0
 ) -> dict[str, Any]:
-    """Make `dest` the tree with `digest`, from `cache`, as far as what is here allows; nothing half-placed.
+    """Make `dest` the tree with `digest`, from `cache`, if all of its files are there; place it whole or not at all.
 
     Returns ``{"state": ...}``, one of
-        ``"unknown"``: no list with that digest is here; call again with `rows`;
+        ``"unknown"``: this host has no list with that digest; call again with `rows`;
         ``"send"``: ``"paths"`` (indexes into the sorted rows) are missing in ``"cache"`` or have another
-        content; bring them and call again. ``"free_bytes"``, ``"rsync"``: what there is to do it with;
-        ``"placed"``: done, with the ``"digest"`` of the contents found, the number of files ``"written"``
-        and ``"kept"``, what the job had made or changed where the tree wanted something else, renamed.
+        content; send them and call again. ``"free_bytes"`` and ``"rsync"`` (whether it is installed) are for that;
+        ``"placed"``: done, with the ``"digest"`` of the contents found, the number of files ``"written"``, and
+        ``"kept"``: files of the job's own that were in the tree's way, by the names that they were renamed to.
 
     After the first two, `cache` stays locked for this process until ``"placed"``, an error or `release`.
     """
@@ -182,14 +182,14 @@ def _place(cache: str, dest: str, digest: str, rows: list[Row] | None, fresh: bo
 
 
 def digest_at(dest: str) -> str:
-    """The digest of the tree that `place` made of `dest` last; "" where there is none, or no whole one."""
+    """Return the digest of the tree that `place` put into `dest` last; "" without one, or if it is incomplete."""
     dest = _absolute(dest)
     digest: str = treefiles.read_list(dest).get("digest", "") if os.path.isdir(dest) else ""
     return digest
 
 
 def _size(path: str) -> int:
-    """What overwriting a file gives back."""
+    """Return the bytes that overwriting a file frees."""
     try:
         return os.lstat(path).st_size
     except OSError:
@@ -245,7 +245,7 @@ def _keep(cache: str, dest: str, digest: str, rows: list[Row]) -> None:
 
 
 def _update(cache: str, dest: str, digest: str, rows: list[Row]) -> dict[str, Any]:
-    """Bring a run's folder from the tree placed before to `rows`; what the job made or changed stays."""
+    """Update a run's folder from the tree placed before to `rows`; files that the job made or changed stay."""
     before = treefiles.read_list(dest)
     old = {row[0]: row for row in before.get("rows", [])}
     stats: Stats = before.get("stats", {})
@@ -258,7 +258,7 @@ def _update(cache: str, dest: str, digest: str, rows: list[Row]) -> dict[str, An
         placed = treefiles.copy_verified(cache, partial, change)
         if len(placed) != sum(row[1] == "f" for row in change):
             raise OSError(errno.EIO, _SPOILT, partial)
-        # Should this end half-way, the next update must know the old files for ours, and the new ones too.
+        # If this is interrupted, the next update must recognize both the old files and the new ones as placed by kit.
         known = [*old.values(), *(row for row in change if row[0] not in old)]
         treefiles.write_list(dest, "", known, stats)
         for path in gone:
@@ -285,9 +285,9 @@ def _update(cache: str, dest: str, digest: str, rows: list[Row]) -> dict[str, An
 def _changes(
     dest: str, old: dict[str, Row], new: dict[str, Row], stats: Stats
 ) -> tuple[list[str], list[Row], list[str]]:
-    """What turns the tree placed before into the new one: paths to remove, rows to write, paths to rename before."""
+    """Return what turns the old tree into the new one: paths to remove, rows to write, paths to rename first."""
 
-    def is_ours(path: str) -> bool:  # as we placed it, so nobody's work is lost with it
+    def is_ours(path: str) -> bool:  # kit placed it and nobody changed it: no work is lost with it
         full = os.path.join(dest, path)
         if path not in old or not os.path.lexists(full):
             return False
@@ -318,7 +318,7 @@ def _changes(
 
 
 def _all_leave(dest: str, folder: str, leaving: set[str]) -> bool:
-    """Whether all that is in a folder of the run is leaving it."""
+    """Whether all files in a folder of the run are about to be removed."""
     for top, _, files in os.walk(os.path.join(dest, folder)):
         if any(os.path.relpath(os.path.join(top, name), dest) not in leaving for name in files):
             return False
@@ -329,15 +329,15 @@ def _all_leave(dest: str, folder: str, leaving: set[str]) -> bool:
 
 
 def fetch(cache: str, source: str, rows: list[Row]) -> None:
-    """Copy files of a folder on this machine into `cache`."""
+    """Copy files from a folder on this machine into `cache`."""
     for row in rows:
         treefiles.copy(os.path.join(source, row[0]), _clear(cache, row[0]), row[2])
 
 
 def unpack(cache: str, name: str, row: Row | None = None, mtime_ns: int = 0) -> None:
-    """Move what came as ``<cache>.incoming/<name>`` into `cache`: one file (`row`), or a pack of many.
+    """Move a received file, ``<cache>.incoming/<name>``, into `cache`; without `row` it is a pack of many files.
 
-    A pack is 8 bytes of length, that much JSON ``[[path, executable, mtime_ns, size], ...]``, the contents.
+    A pack has 8 bytes of length, so many bytes of JSON ``[[path, executable, mtime_ns, size], ...]``, the contents.
     """
     pack = os.path.join(cache + ".incoming", name)
     if row is not None:
@@ -357,7 +357,7 @@ def unpack(cache: str, name: str, row: Row | None = None, mtime_ns: int = 0) -> 
 
 
 def _clear(cache: str, path: str) -> str:
-    """The full name for a file of `cache`, with its folder there and itself not there."""
+    """Return the full path of a file of `cache`; make its folder, and remove the file."""
     if os.path.isabs(path) or ".." in path.split("/"):
         raise ValueError(f"not a path below a tree: {path!r}")
     full = os.path.join(cache, path)
@@ -368,7 +368,7 @@ def _clear(cache: str, path: str) -> str:
 
 
 def _sweep(cache: str) -> None:
-    """Remove what an interrupted sync left."""
+    """Remove what an interrupted sync has left behind."""
     shutil.rmtree(cache + ".incoming", ignore_errors=True)
     partial = treefiles.read_text(cache + ".partial")
     if partial and ".partial-" in os.path.basename(partial):
@@ -387,12 +387,12 @@ def _new_partial(cache: str, dest: str) -> str:
 # --- kit's own package --------------------------------------------------------------------------------------
 
 
-# Every node imports these; the rest takes three times as long to compile as they do, and most nodes never import it.
+# Every node imports these. To compile the rest takes three times as long, and most nodes never import it.
 _RUN_BY_NODES = ("nodekit/deploy/agent", "nodekit/deploy/host", "nodekit/training")
 
 
 def keep_package(folder: str, files: dict[str, str] | None = None, digest: str = "") -> bool:
-    """Whether `folder` holds the package with `digest`; with `files` (path -> text), make it so."""
+    """Whether `folder` holds kit's package with `digest`; with `files` (path -> text), write it there if not."""
     folder = _absolute(folder)
     if _package_digest(folder) == digest:
         return True
@@ -405,7 +405,7 @@ def keep_package(folder: str, files: dict[str, str] | None = None, digest: str =
             full = _clear(partial, path)
             with open(full, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
-        if sys.version_info >= (3, 10):  # else this python is not the one that will run it
+        if sys.version_info >= (3, 10):  # with an older python than kit needs, another one will run it
             import compileall  # only the first sync of a version needs it
 
             for part in _RUN_BY_NODES:
@@ -438,6 +438,6 @@ def _package_digest(folder: str) -> str:
 
 
 def package_digest(hashes: dict[str, str]) -> str:
-    """The name of a package's content: a hash over its files' names and hashes."""
+    """Return the digest of a package: a hash over the names and hashes of its files."""
     text = json.dumps(hashes, sort_keys=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:20]

@@ -1,4 +1,4 @@
-"""A folder of code as a list of its files: hashed, compared with what is on a disk, and copied.
+"""A tree, the list of a folder's files: hash it, compare it with a disk, copy it.
 
 Runs on the control machine and, sent there (`deploy/connect/channel.py`), on the hosts: standard library only, Python
 3.8 syntax, JSON in and out. Beside a folder that kit fills lies its list, ``<folder>.tree.json``: what was put there,
@@ -33,18 +33,18 @@ _FICLONE = 0x40049409
 
 
 def digest_of(rows: Iterable[Row]) -> str:
-    """The content hash of a whole tree: SHA-256 over its rows in the order of their paths."""
+    """Return the content hash of a tree: SHA-256 over its rows in the order of their paths."""
     text = json.dumps(sorted(rows, key=lambda row: row[0]), separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def signature(found: os.stat_result) -> list[int]:
-    """What of a file's stat cannot stay the same when its content changes."""
+    """Return the fields of a file's stat of which at least one changes when its content does."""
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def hash_files(root: str, paths: Iterable[str]) -> tuple[Stats, dict[str, OSError]]:
-    """Hash files below `root` in threads: their stats with the hashes, and those that could not be read."""
+    """Hash files below `root` in threads; return stats with hashes, and path -> error for unreadable files."""
     stats: Stats = {}
     problems: dict[str, OSError] = {}
 
@@ -98,9 +98,9 @@ def _parallel(function: Callable[[str], None], paths: Iterable[str]) -> None:
 
 
 def survey(folder: str, rows: list[Row], stats: Stats) -> tuple[list[int], Stats]:
-    """Remove from `folder` what is not in `rows`, mend links and modes, and say whose content is not right.
+    """Remove from `folder` what is not in `rows`, mend links and modes, and find files with another content.
 
-    Returns the indexes of those rows, and the stats of all files that are right.
+    Returns the indexes of the rows of these, and the stats of all other files.
     """
     wanted = {row[0]: row for row in rows}
     folders = folders_of(wanted)
@@ -160,7 +160,7 @@ def _walk(
 
 
 def folders_of(paths: Iterable[str]) -> dict[str, None]:
-    """All folders above `paths`, each before those in it."""
+    """Return all folders above `paths`, parents first."""
     folders: dict[str, None] = {}
     for path in paths:
         parts = path.split("/")
@@ -170,7 +170,7 @@ def folders_of(paths: Iterable[str]) -> dict[str, None]:
 
 
 def is_row(full: str, row: Row) -> bool:
-    """Whether what is at `full` is what the row says."""
+    """Whether the file or link at `full` is as its row says."""
     if row[1] == "l":
         return os.path.islink(full) and os.readlink(full) == row[4]
     if os.path.islink(full) or not os.path.isfile(full) or os.path.getsize(full) != row[3]:
@@ -181,7 +181,7 @@ def is_row(full: str, row: Row) -> bool:
 
 
 def copy_verified(source: str, target: str, rows: list[Row], parallel: bool = True) -> Stats:
-    """Copy rows from one folder to another; the stats of the copies whose content has the row's hash."""
+    """Copy rows from one folder to another; return the stats of the copies whose content has the row's hash."""
     stats: Stats = {}
     by_path = {row[0]: row for row in rows}
     for folder in folders_of(by_path):
@@ -215,7 +215,7 @@ def copy_verified(source: str, target: str, rows: list[Row], parallel: bool = Tr
 
 
 def copy(source: str, target: str, executable: bool) -> tuple[str, list[int]]:
-    """Copy a file to a new one, cloned where the file system can; the hash of what was written, its stat."""
+    """Copy a file to a new one, by a clone if the file system can; return the copy's hash and stat."""
     sha = hashlib.sha256()
     reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -250,12 +250,12 @@ def _clone(reading: int, writing: int) -> bool:
 
 
 def mode(executable: bool) -> int:
-    """The mode that a file gets."""
+    """Return the permissions that a file gets."""
     return 0o755 if executable else 0o644
 
 
 def read_list(folder: str) -> dict[str, Any]:
-    """What was put into a folder, and each file's stat then; empty where that is not known."""
+    """Return the list of a folder that kit filled, with each file's stat at that time; {} if there is none."""
     text = read_text(folder + ".tree.json")
     try:
         found = json.loads(text) if text else {}
@@ -265,12 +265,12 @@ def read_list(folder: str) -> dict[str, Any]:
 
 
 def write_list(folder: str, digest: str, rows: list[Row], stats: Stats) -> None:
-    """Write down what was put into a folder."""
+    """Write the list of a folder that kit filled."""
     write_text(folder + ".tree.json", json.dumps({"digest": digest, "rows": rows, "stats": stats}))
 
 
 def read_text(path: str) -> str:
-    """The text of a file beside a folder; "" where there is none."""
+    """Return the text of a file beside a folder; "" if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
@@ -279,7 +279,7 @@ def read_text(path: str) -> str:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file beside a folder, in one step."""
+    """Write a file beside a folder, atomically."""
     draft = f"{path}.{os.urandom(8).hex()}"  # a shared folder has several writers
     try:
         with open(draft, "x", encoding="utf-8", errors="surrogateescape") as file:

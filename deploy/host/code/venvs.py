@@ -1,9 +1,9 @@
-"""Makes a venv on the host that this runs on, or says whether it is there. A program of its own: sent, run, gone.
+"""Make a venv on the host that this runs on, or say whether it is there. Sent to the host as a program, and run once.
 
 Its source travels to the host's own python with that of `deploy/host/probes/hostfacts.py`
-(`deploy/environment/environment.py` sends both): standard library only, and Python 3.8 syntax. What a venv is made of
-decides its folder's name, so one that is there is the one that is wanted: it is built beside, under a lock, and gets
-its name when it is complete.
+(`deploy/environment/environment.py` sends both): standard library only, and Python 3.8 syntax. A venv's folder is
+named by a hash of what it is made of, so a folder of that name is the wanted venv: it is built under another name,
+under a lock, and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def run(do: str, **args: Any) -> None:
 
 
 def look(workdir: str, digest: str) -> Dict[str, Any]:
-    """What this host is to a venv: its folder here, and whether it is there.
+    """Return where a venv belongs on this host, whether it is there, and what its requirements depend on here.
 
     Args:
         workdir: kit's folder, ``~`` allowed.
-        digest: of all that goes into it, but for this host.
+        digest: of all that the venv is made of, apart from what this host adds.
     """
     workdir = os.path.expanduser(workdir)
     markers = _markers()
@@ -97,7 +97,7 @@ def _is_there(path: str) -> bool:
 
 
 def _markers() -> Dict[str, str]:
-    """The values that requirements' conditions are read with, as packaging has them."""
+    """Return the environment markers of this host, by which conditions in requirements are evaluated (PEP 508)."""
     info = sys.implementation.version
     kind = "" if info.releaselevel == "final" else info.releaselevel[0] + str(info.serial)
     return {
@@ -116,7 +116,7 @@ def _markers() -> Dict[str, str]:
 
 
 def installed() -> Dict[str, Any]:
-    """What this python can import without a venv: ``{"packages": [[name, version, requires, extras], ...]}``."""
+    """Return the packages of this python: ``{"packages": [[name, version, requires, extras], ...]}``."""
     found: Dict[str, List[Any]] = {}
     for each in metadata.distributions():
         name = each.metadata["Name"]
@@ -127,14 +127,14 @@ def installed() -> Dict[str, Any]:
 
 
 def find_uv() -> Optional[str]:
-    """Where uv is: its installer, and pip, put it where a login over SSH does not look."""
+    """Return the path of uv; its installer, and pip, put it into folders that are not in PATH of a login over SSH."""
     folders = [os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)]
     folders += [os.path.expanduser("~/.local/bin"), os.path.expanduser("~/.cargo/bin")]
     return shutil.which("uv", path=os.pathsep.join(folders))
 
 
 def reach(url: str) -> Dict[str, Any]:
-    """Whether a package index can be reached from here; without `url`, the one that pip here would ask."""
+    """Try to reach a package index from here; without `url`, the one that pip is configured with here."""
     import urllib.error
     import urllib.request  # takes longer than the rest of a look at what is there
 
@@ -178,7 +178,7 @@ def _run(argv: Sequence[str], folder: Optional[str] = None) -> "subprocess.Compl
 
 
 def export(files: Mapping[str, str], argv: Sequence[str]) -> Dict[str, Any]:
-    """What uv makes of a uv.lock: ``out`` as a requirements file, or a ``problem``."""
+    """Export a uv.lock by uv; return ``out``, a requirements file, and ``problem``, or "" if there was none."""
     uv = find_uv()
     assert uv is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -202,17 +202,17 @@ def build(
     system_site_packages: bool = False,
     secrets: Sequence[str] = (),
 ) -> Dict[str, Any]:
-    """Make the venv, unless it is there meanwhile: ``{"built": bool, "problem", "said"}``.
+    """Make the venv, unless it is there by now; return ``{"built": bool, "problem", "said"}``.
 
     Args:
         workdir: absolute.
         key: as `look` gave it.
-        requirements: a requirements file, whole: it leads to no other.
+        requirements: the text of a requirements file that includes no other file.
         constraints: likewise.
-        wheels: a folder with all that is needed, so that no index is asked; removed when it has been used.
-        no_index: whether only the pages that our environment names are asked.
-        system_site_packages: whether the packages of this python can be imported, too.
-        secrets: what must not be in the log.
+        wheels: a folder with all packages, so that no index is asked; it is removed after use.
+        no_index: whether to ask no index, only the pages that pip's environment variables name.
+        system_site_packages: whether the packages of this python can be imported in the venv, too.
+        secrets: texts that must not appear in the log.
     """
     folder = os.path.join(workdir, "envs")
     path = os.path.join(folder, key)
@@ -255,7 +255,7 @@ def build(
 
 
 def _remove_tree(folder: str) -> None:
-    """Remove a folder that sync filled, and what sync knows of it."""
+    """Remove a folder that sync filled, and its list."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
         if os.path.exists(folder + ".tree.json"):
@@ -263,7 +263,7 @@ def _remove_tree(folder: str) -> None:
 
 
 class _Steps:
-    """Runs programs one after the other, their output in the log without what must not be there."""
+    """Runs programs one after the other, and writes their output to the log without secrets."""
 
     def __init__(self, log: Any, secrets: Sequence[str], pass_fds: Sequence[int]) -> None:
         self._log = log
@@ -278,7 +278,7 @@ class _Steps:
         self._log.flush()
 
     def last(self) -> str:
-        """The last lines."""
+        """Return the last lines of the output."""
         told = [line for line in self._lines if line.strip() and not line.startswith("[notice]")]
         return "\n".join(told[-LAST_LINES:])
 
@@ -314,7 +314,7 @@ def _try_lock(handle: int) -> bool:
 
 
 def _clear(folder: str, own: str) -> None:
-    """Remove what was left by builds that were killed, whichever they were; the lock of `own` is ours."""
+    """Remove what killed builds have left behind; this process holds the lock of `own`."""
     for name in os.listdir(folder):
         key, _, kind = name.partition(".")
         if not kind.startswith("part"):
@@ -326,7 +326,7 @@ def _clear(folder: str, own: str) -> None:
 
 
 def _make(steps: _Steps, draft: str, uv: Optional[str], system_site_packages: bool) -> List[str]:
-    """Make an empty venv; the command that installs into it."""
+    """Make an empty venv; return the command that installs into it."""
     python = os.path.join(draft, "bin/python")
     if uv:
         steps.run("uv venv", [uv, "venv", "--color", "never", "--python", sys.executable, draft])
@@ -379,7 +379,7 @@ def _install(
 
 
 def _move_scripts(draft: str, path: str) -> None:
-    """Scripts name their interpreter by its full path: the one that it will have."""
+    """Have scripts name their interpreter by the path that it will have after the rename."""
     before, after = os.fsencode(draft), os.fsencode(path)
     folder = os.path.join(draft, "bin")
     for name in os.listdir(folder):
