@@ -1,4 +1,4 @@
-"""What a process keeps of one attempt for the next one."""
+"""The step that a process keeps from one attempt for the next one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Made(NamedTuple):
-    """Which state it is: ranks whose states are made alike have equal ones."""
+    """Identifies a state: ranks with equal values have equal tensors."""
 
     age: tuple[int, int]
     """(generation, step)."""
     attempt: str
-    """By a number that the ranks drew together: a step that is done again in another attempt has another rounding."""
+    """The attempt's random number: a step that is done again in another attempt differs by rounding."""
 
 
 def _nothing_to_tell(_: int) -> None:
@@ -20,35 +20,35 @@ def _nothing_to_tell(_: int) -> None:
 
 @dataclass
 class Kept:
-    """The state of a step in the memory of a rank that has lost another, and goes on in the next attempt."""
+    """The state of a step, which a rank that has lost another keeps in memory to go on in the next attempt."""
 
     state: Any
-    """What a snapshot of the step has."""
+    """The state, as a snapshot of the step would hold it."""
     age: tuple[int, int]
     """(generation, step)."""
     save: Callable[[], bool]
-    """Saves it without the other ranks; False if that failed."""
+    """Saves the state without the other ranks; returns False if that failed."""
     attempt: str = ""
     """As in `Made`."""
     enters: Callable[[int], None] = _nothing_to_tell
-    """Has what is saved be of a later generation, which this rank was told of: its own can commit nothing any more."""
+    """Makes ``save`` commit as the given newer generation: the rank's former one cannot commit any more."""
     has_paused: bool = False
-    """Whether all ranks agreed to wait for a node that comes in, and none is lost."""
+    """Whether all ranks agreed to wait for a node that joins, so that no rank is lost."""
 
     @property
     def made(self) -> Made:
-        """Which state it is."""
+        """The identity of the state."""
         return Made(self.age, self.attempt)
 
     @property
     def is_held(self) -> bool:
-        """Whether the state is still here."""
+        """Whether the state has not been released yet."""
         return self.state is not None
 
     def release(self) -> None:
-        """Let go of the state: what it was loaded into has it now."""
+        """Free the state, once it has been loaded into the model and optimizer."""
         self.state = None
-        # These refer to the state as well, and to the attempt that it is of.
+        # These refer to the state as well, and to objects of its attempt.
         self.save, self.enters = _is_released, _nothing_to_tell
 
 
@@ -57,19 +57,19 @@ def _is_released() -> bool:
 
 
 class HasLastStep(Protocol):
-    """What a training loop of the user's has for the case that another rank is lost."""
+    """Keeps the last step of a user's training loop, for the case that another rank is lost."""
 
     def keep(self, error: BaseException) -> Kept | None:
-        """Leave the others and return the last step, if the error is that another rank is lost; else None."""
+        """Leave the process group and return the last step, if the error is that a rank is lost; otherwise None."""
 
     def close(self) -> None:
-        """From now on there is none."""
+        """Keep no step from now on."""
 
 
 class AttemptOver(Exception):
-    """Another node comes in: ends the attempt of a function that `run_attempts` calls again; let it through."""
+    """Ends an attempt since another node joins; do not catch it: `run_attempts` does, and calls the function again."""
 
     def __init__(self, kept: Kept) -> None:
-        """``kept`` is for the next attempt."""
+        """``kept`` is handed to the next attempt."""
         super().__init__(f"another node comes in: waiting with step {kept.age[1]} for the next attempt")
         self.kept = kept

@@ -1,11 +1,11 @@
-"""One call at a time in a thread, whose exception is raised later in the caller's."""
+"""Run one call at a time in a thread, and raise its exception later in the caller's thread."""
 
 import threading
 from collections.abc import Callable
 
 
 class Background:
-    """A thread for each call; no daemon, so that the interpreter waits for it at exit."""
+    """Runs each call in a thread of its own, which is no daemon, so that the interpreter waits for it at exit."""
 
     def __init__(self, name: str) -> None:
         """``name`` is the thread's."""
@@ -25,7 +25,7 @@ class Background:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the running call; False after ``timeout_s``. Raises what the call raised, once."""
+        """Wait for the running call, and raise its exception, once; return False after ``timeout_s``."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -37,7 +37,7 @@ class Background:
         return True
 
     def check(self) -> None:
-        """Raise what an ended call raised, once; never waits."""
+        """Raise the exception of a call that has ended, once; never wait."""
         self.wait(0)
 
     def _run(self, call: Callable[[], object]) -> None:

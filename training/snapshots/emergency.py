@@ -1,4 +1,4 @@
-"""The snapshot that a rank saves by itself when it has lost another: it alone still has the newest step."""
+"""Keep or save the newest step on a rank that has lost another one, since no snapshot has that step yet."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -21,30 +21,30 @@ from nodekit.training.world import World
 
 log = logging.getLogger("nodekit.training")
 
-_MOST_UNCOUNTED = 20  # calls of `stops`, with no two between them that were counted
-_MOST_PUT_OFF = 3
+_MOST_UNCOUNTED = 20  # calls of `stops` with an uncounted step until a warning; two counted in a row reset it
+_MOST_PUT_OFF = 3  # how often a pause is put off to a later step before all ranks stop instead
 
 
 def why_over(error: BaseException | None) -> str:
-    """Why an error ends no more than the attempt: the next one goes on with the step; "" for every other error."""
+    """Return why an error ends only the attempt, so that the next one goes on with the step; "" for other errors."""
     if isinstance(error, Fenced):
         return "its generation is over"
-    # Where NCCL was aborted, whatever came of the garbage that it left.
+    # After NCCL was aborted, any error counts: it may come from the invalid values that the abort left behind.
     return "another rank is lost" if error and (nccl.has_left() or is_lost_rank(error)) else ""
 
 
 class BufferCopies:
-    """What a module's buffers are at one time: also of those that a forward pass replaces, adds, or has grow."""
+    """Copies of a module's buffers, to undo a forward pass, even one that replaces, adds or enlarges buffers."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """None yet."""
+        """Copy nothing yet."""
         self._owners = [*module.modules()]
         self._named: list[dict[str, torch.Tensor | None]] = []
         self._buffers: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
     def take(self) -> None:
-        """Copy them, in place of what was copied before."""
+        """Copy the buffers, in place of the previous copies."""
         self._named = [dict(each._buffers) for each in self._owners]
         found = (each for named in self._named for each in named.values() if each is not None)
         buffers = [*{id(each): each for each in found}.values()]
@@ -54,7 +54,7 @@ class BufferCopies:
             torch._foreach_copy_(self._copies, buffers)
 
     def restore(self) -> None:
-        """Have the module's buffers be those that were copied."""
+        """Restore the module's buffers, and their values, as they were when copied."""
         for owner, named in zip(self._owners, self._named, strict=True):
             for name in owner._buffers.keys() - named.keys():
                 del owner._buffers[name]
@@ -65,42 +65,42 @@ class BufferCopies:
 
 
 class LastWholeStep:
-    """Which step the weights are of, between one update of them and the next; a forward pass changes buffers alone."""
+    """Tracks which step the weights are of: known from one update to the next; a forward pass changes buffers only."""
 
     is_known_late = False
-    """Whether a step is done when its update is launched, and not when all ranks' sums are known too."""
+    """Whether a step counts as done as soon as its update is launched, before all ranks' sums are known."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """No step is whole yet."""
+        """Begin with no whole step."""
         self._buffers = BufferCopies(module)
         self._is_within_step = False
         self._step: int | None = None
         self.newest: int | None = None
-        """The last step that was whole at any time, or will be as soon as it is counted."""
+        """The last step that was ever whole; for `EmergencySave`, also one whose update the script has yet to count."""
         self.values: Mapping[str, Any] = {}
-        """What else has to be as it was after the step that `found` returns."""
+        """Other values as they were after the step that `found` returns."""
 
     def next_begins(self) -> None:
-        """The next step's forward pass will change the buffers (batch norm's means): keep them."""
+        """Copy the buffers (batch norm's means): the next step's forward pass will change them."""
         self._is_within_step = True
         self._buffers.take()
 
     def update_begins(self) -> None:
-        """From here on, the weights are of no step."""
+        """Mark the weights as belonging to no whole step: an update is changing them."""
         self._step = None
 
     def is_done(self, step: int, values: Mapping[str, Any]) -> None:
-        """The weights are those after ``step``."""
+        """Mark the weights as those after ``step``; ``values`` belong to it too."""
         self._is_within_step = False
         self._step = self.newest = step
         self.values = values
 
     def forget(self) -> None:
-        """From now on, no step is known."""
+        """Forget the step: none is whole from now on."""
         self._step = None
 
     def found(self) -> int | None:
-        """The step, with the buffers as they were then; None while the weights are of no step."""
+        """Return the step, and restore the buffers as they were after it; None while the weights are of no step."""
         if self._step is not None and self._is_within_step:
             self._buffers.restore()
         return self._step
@@ -109,14 +109,15 @@ class LastWholeStep:
 def save_alone(
     snapshots: Snapshots, world: World, state: Callable[[], Any], *, step: int, attempt: str | None = None
 ) -> bool:
-    """Save what ``state`` returns without the other ranks, and have kit wait for it; False if it failed.
+    """Save what ``state`` returns without the other ranks, while kit waits for it; return False if that failed.
 
-    Any number of ranks may do so: in each folder the first one saves. ``attempt`` is for a state of an earlier one.
+    Any number of ranks may do so: the first rank to save in a folder does. Pass ``attempt`` if the state is of an
+    earlier attempt.
     """
     world.stage(KEEPING, step=step)
     try:
         snapshots.save_if_newest(state(), step=step, world_size=world.world_size, attempt=attempt)
-    except Exception as error:  # the one that has led here is the one to be raised
+    except Exception as error:  # only logged: the caller raises the error that it is handling
         log.warning("step %d was not saved by this rank alone: %s", step, error)
         return False
     return not snapshots.num_failed
@@ -135,12 +136,12 @@ class EmergencySave:
             if emergency.stops(stop.requested):
                 break
 
-    It does so where the error leaves the block of ``with world``, or a function that `run_attempts` calls: there it
-    keeps the step in memory instead, if this process may stay.
+    The step is saved when the error leaves the block of ``with world``, or a function that `run_attempts` calls; with
+    `run_attempts`, it is kept in memory instead if this process may stay.
 
-    For ranks that have all of the state, as with DistributedDataParallel: over gloo, and over NCCL by `run_attempts`.
-    Without it, all steps since the newest snapshot are done again. Every rank that is left saves, unless its folder has
-    this step already. kit and torchrun give it 30 s for that.
+    Use it where each rank has the whole state, as with DistributedDataParallel: over gloo, or over NCCL with
+    `run_attempts`. Without it, all steps since the newest snapshot are done again. Every remaining rank saves, unless
+    its folder has this step already. kit and torchrun give it 30 s for that.
     """
 
     def __init__(
@@ -153,19 +154,19 @@ class EmergencySave:
         *others: torch.optim.Optimizer,
         module: torch.nn.Module | None = None,
     ) -> None:
-        """From here on, the state is that of a step, until an optimizer updates it; this ends an earlier one.
+        """Begin to track the steps: the present state is that of a whole step. An earlier EmergencySave is closed.
 
         Args:
-            snapshots: of this rank's node, whichever rank of it saves otherwise.
+            snapshots: of this rank's node, also on ranks that do not save otherwise.
             world: its process group must exist.
-            state: returns what ``snapshots.save`` is to get. It is called between one update and the next.
-            step: returns how many updates are done; not the number of the one that is being made, as of a ``for`` that
-                begins with 1. Each is counted when all else that belongs to it is done (the sampler, the scheduler).
-                From an update on, nothing is saved until the number is one more than it was during the update.
+            state: returns the state for ``snapshots.save``. It is called between one update and the next.
+            step: returns how many updates are done; not the number of the update being made, as the variable of a
+                ``for`` that begins with 1. Count an update when all else that belongs to it is done (the sampler, the
+                scheduler). After an update, nothing is saved until the number is one more than it was during it.
             optimizer: updates the state.
-            others: likewise.
-            module: whose buffers (batch norm's means) are to be saved as the update has left them, and not as the next
-                forward pass has. All ranks get rank 0's as an update begins, so all ranks have to make it.
+            others: further optimizers that update it.
+            module: save its buffers (batch norm's means) as the update has left them, not as the next forward pass has.
+                All ranks get rank 0's buffers as an update begins, so all ranks have to make every update.
         """
         world.settle()  # DistributedDataParallel may have sent rank 0's weights just now
         self._snapshots, self._world, self._state, self._step = snapshots, world, state, step
@@ -176,7 +177,7 @@ class EmergencySave:
         self._num_uncounted = self._num_put_off = 0
         self._was_counted = False
         self._is_done(step())
-        # Accelerate's has no hooks of its own.
+        # Accelerate's wrapper has no hooks of its own: use those of the optimizer inside.
         plain = [getattr(each, "optimizer", each) for each in (optimizer, *others)]
         for each in plain:
             if not hasattr(each, "register_step_pre_hook"):
@@ -196,10 +197,10 @@ class EmergencySave:
             world.kept.release()  # the state has been loaded
 
     def stops(self, requested: bool) -> bool:
-        """Whether a stop is requested on any rank; all ranks call it, after a step is counted, or after every few.
+        """Whether a stop is requested on any rank; all ranks call it after each counted step, or every few steps.
 
         Raises:
-            AttemptOver: on all ranks, if another node comes in, and none of them is to stop.
+            AttemptOver: on all ranks, if another node joins, and no stop is requested.
         """
         if self._world.may_stay and self._world.messages and not self._listens:
             self._listens = True
@@ -211,7 +212,7 @@ class EmergencySave:
         if stops or not pauses:
             return bool(stops)
         if counted < self._world.world_size:
-            # A gradient scaler may have left this update out. If no later one can be kept either, all stop.
+            # A gradient scaler may have skipped this update. If the next ones cannot be kept either, all ranks stop.
             self._num_put_off += 1
             return self._num_put_off > _MOST_PUT_OFF
         step = self._found()
@@ -221,35 +222,35 @@ class EmergencySave:
         raise AttemptOver(kept)
 
     def close(self) -> None:
-        """Save no more: for a script that goes on to something else, as an evaluation of other weights."""
+        """Save nothing from now on: for a script that goes on to something else, as an evaluation of other weights."""
         self._is_closed = True
         for each in self._hooks:  # the optimizer may be of the next attempt as well
             each.remove()
 
     def keep(self, error: BaseException) -> Kept | None:
-        """Leave the others and return the last step, if the error is that another rank is lost; for `World`."""
+        """Leave the process group and return the last step, if the error ends only the attempt; for `World`."""
         if not why_over(error) or not self._world.keeps_steps:
             return None
         if isinstance(error, Fenced) and not self._world.may_stay:
-            return None  # who can stay keeps it for the next generation
+            return None  # ranks that may stay keep the step for the next generation
         self._world.leave_others()
         try:
             step = self._found()
             return None if step is None else self._kept(step)
-        except Exception as unmade:  # the one that has led here is the one to be raised
+        except Exception as unmade:  # only logged: the caller raises the error that it is handling
             log.warning("the last step is not kept: %s", unmade)
             return None
 
     def _update_begins(self, *_: object) -> None:
         if self._world.world_size > 1:
-            # A rank that has made the update goes on with these, if rank 0 is lost before it sends its own by the next
-            # forward pass.
+            # All ranks need equal buffers now: rank 0, whose buffers the next forward pass would send, may be lost
+            # before it.
             broadcast_from_first(sent_buffers(self._module), self._world.device)
         self._world.settle()  # the gradients are whole
         self._last.update_begins()
 
     def _update_ends(self, *_: object) -> None:
-        self._is_done(self._step() + 1)  # once the script has counted it
+        self._is_done(self._step() + 1)  # `_is_counted` is true once the script has counted this step
 
     def _is_done(self, step: int) -> None:
         self._last.is_done(step, {})
@@ -260,7 +261,7 @@ class EmergencySave:
         return not self._is_closed and self._last.newest == self._step()
 
     def _found(self) -> int | None:
-        """The last step, with the buffers as they were then; None while the state is of no step."""
+        """Return the last step, and restore its buffers; None while the state is of no whole, counted step."""
         return self._last.found() if self._is_counted else None
 
     def _newest(self) -> int | None:
@@ -268,8 +269,8 @@ class EmergencySave:
 
     def _kept(self, step: int) -> Kept:
         state, attempt = self._state(), self._snapshots.attempt
-        # Where this process stays, a copy on the CPU as well: a model may be made once, outside of `train`, and then
-        # gets rank 0's weights as DistributedDataParallel is made again, before the step is loaded.
+        # Copy on a CPU too if this process stays: if the model is made once, outside of `train`, it gets rank 0's
+        # weights when DistributedDataParallel is made again, before the step is loaded.
         if self._world.may_stay or self._world.device.type != "cpu":
             state = HostCopy(pins=False).take(state)
         self.close()
@@ -286,7 +287,7 @@ class EmergencySave:
         try:
             if (step := self._found()) is not None:
                 save_alone(self._snapshots, self._world, self._state, step=step)
-        except Exception as error:  # that thread has the process end now
+        except Exception as error:  # only logged: the calling thread ends the process now
             log.warning("the last step is not saved: %s", error)
 
     def _ask_to_pause(self) -> None:
@@ -297,9 +298,10 @@ class EmergencySave:
         self._world.stage(PAUSING, step=self._step())
 
     def _warn_if_uncounted(self) -> None:
-        """Say so where no step or few are ever kept, but not of updates that a gradient scaler has left out."""
+        """Warn once if few steps or none can be kept, but not because of updates that a gradient scaler has skipped."""
         is_counted = self._is_counted or self._is_closed
-        if is_counted and self._was_counted:  # who counts micro-batches never has two such in a row
+        # A script that counts micro-batches never has two counted calls in a row.
+        if is_counted and self._was_counted:
             self._num_uncounted = 0
         self._num_uncounted += not is_counted
         self._was_counted = is_counted

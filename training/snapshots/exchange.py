@@ -1,4 +1,4 @@
-"""The snapshot from which all ranks resume: choosing it, and sending it to the nodes that lack it."""
+"""Choose the snapshot from which all ranks resume, and send it to the nodes that lack it."""
 
 import copy
 import hashlib
@@ -36,20 +36,20 @@ _CHUNK_BYTES = 32 << 20
 
 
 class _Said(NamedTuple):
-    """What each rank tells the others first: all that can be told at once, since the training waits meanwhile."""
+    """What each rank first tells the others, in one message, since the training waits meanwhile."""
 
     fence: int | None
-    """Of its folder; None if it cannot be read."""
+    """The fence of the rank's folder; None if it cannot be read."""
     problem: str
-    """Why not."""
+    """Why the fence cannot be read; "" if it can."""
     expected: str
-    """The snapshot that there must be, by what its node's agent knows."""
+    """The snapshot that must exist, as the node's agent knows; "" if none must."""
     made: Made | None
-    """What it has kept in memory."""
+    """Which state the rank has kept in memory; None for none."""
     on_disk: tuple[int, int] | None
-    """(generation, step) of the newest snapshot in its folder."""
+    """(generation, step) of the newest snapshot in the rank's folder; None unless it is the first rank of its node."""
     attempt: str
-    """A number drawn at random, of which rank 0's counts."""
+    """A random number; rank 0's becomes the number of the attempt."""
 
 
 def newest_of_all(
@@ -59,26 +59,26 @@ def newest_of_all(
     writes: bool | None = None,
     is_mapped: bool | None = None,
 ) -> Loaded | None:
-    """The newest intact snapshot of any node, loaded on every rank; None if there has never been one.
+    """Load the newest intact snapshot of any node on every rank; return None if there has never been one.
 
     Every rank calls it, with its node's folder. The greatest (generation, step) with a correct hash wins; nodes that
     lack it get it by broadcast and keep a copy. The first rank of each node reads and verifies it, and the node's other
-    ranks load the same file. Of a sharded one, whose files may be on several nodes, see ``parts``.
+    ranks load the same file. For sharded snapshots, whose files may be on several nodes, see ``parts``.
 
-    Where ranks have kept a step in memory (``world.kept``), the newest of these is sent to the others instead, unless a
-    snapshot is newer. Ranks that have the same step already take only those values from others that are no tensors.
+    If ranks have kept a step in memory (``world.kept``), the newest such step is sent to the others instead, unless a
+    snapshot is newer. Ranks that have kept this very step receive only the values that are not tensors.
 
     Args:
-        snapshots: of this rank's node; if it has no generation, it gets the newest of all nodes'.
+        snapshots: of this rank's node; if its generation is None, it is set to the newest of all nodes'.
         world: its process group must exist.
         writes: whether this rank writes to the folder; None: every node's first rank does.
         is_mapped: leave large tensors in the file, in memory that the ranks of a node share: for a state that is
-            copied and not kept. None: where there is a GPU, to which loading copies it.
+            copied and not kept. None: only if this rank has a GPU, to which loading copies the state.
 
     Raises:
         Fenced: on all ranks, if any of the folders is fenced for a newer generation.
-        NoneLoads: on all ranks, if none can be loaded, and there are some, or a folder or fence cannot be read.
-        NewerKit: on all ranks, if a newer nodekit wrote the newest one.
+        NoneLoads: on all ranks, if there are snapshots and none can be loaded, or a folder or fence cannot be read.
+        NewerKit: on all ranks, if a newer nodekit wrote the newest snapshot.
     """
     kept = world.kept if world.kept and world.kept.is_held else None
     said = world.gather(_say(snapshots, world, kept))
@@ -100,7 +100,7 @@ def newest_of_all(
     found = _from_disks(
         snapshots, world, expected, fence, newer_than and newer_than.age, writes=writes, is_mapped=is_mapped
     )
-    if found is None and in_memory is not None:  # what seemed to be newer cannot be loaded
+    if found is None and in_memory is not None:  # the snapshot that seemed newer cannot be loaded
         return _from_memory(world, kept, made, in_memory, has_snapshot=False)
     return found
 
@@ -113,7 +113,7 @@ def _say(snapshots: Snapshots, world: World, kept: Kept | None) -> _Said:
         problem = f"the fence in {snapshots.folder} cannot be read: {error}"
         log.warning(problem)
     if world.is_first_on_node:
-        with suppress(OSError):  # at worst, a step is done again
+        with suppress(OSError):  # at worst, some steps are done again
             on_disk = snapshots.newest_age()
     made = kept.made if kept else None
     return _Said(fence, problem, world.expected_snapshot, made, on_disk, secrets.token_hex(8))
@@ -129,12 +129,12 @@ def _from_disks(
     writes: bool,
     is_mapped: bool,
 ) -> Loaded | None:
-    """The newest of all nodes' folders, one after the other until one loads on all ranks.
+    """Try the snapshots of all nodes' folders, newest first, until one loads on all ranks, and return that one.
 
-    ``known`` is a snapshot that there must be, by what the nodes' agents know; "" if there need not be any. Where ranks
-    have something in memory, None also if none is ``newer_than`` that.
+    ``known`` describes a snapshot that must exist, as the nodes' agents know; "" if none must. If ranks have kept a
+    step in memory, ``newer_than`` is its age, and None is returned if no snapshot is newer.
     """
-    lost: dict[str, str] = {}  # payload → why it is of no use
+    lost: dict[str, str] = {}  # payload → why it cannot be used
     expected = ""
     while True:
         here = Found()
@@ -171,7 +171,7 @@ def _from_disks(
 def _from_memory(
     world: World, kept: Kept | None, made: Sequence[Made | None], source: int, *, has_snapshot: bool
 ) -> Loaded | None:
-    """What rank ``source`` has kept, on every rank; None on every rank if a snapshot is to be loaded instead."""
+    """Return rank ``source``'s kept state on every rank; None on every rank if a snapshot is to be loaded instead."""
     newest = made[source]
     assert newest is not None
     manifest = Manifest(
@@ -196,13 +196,13 @@ def _from_memory(
 def _tensors_from(
     world: World, state: Any, rest: Any, holders: Sequence[int], *, has_snapshot: bool
 ) -> Sequence[torch.Tensor] | None:
-    """The tensors that all ``holders`` have kept, on each rank that has no state.
+    """Send the tensors that all ``holders`` have kept to each rank that has no state, and return them there.
 
-    Where they arrive damaged, they are sent once more, by another rank if there is one. None on all ranks if there is
-    none, and a snapshot: either end may be the reason.
+    Tensors that arrive damaged are sent once more, by another holder if there is one. If the only holder's arrive
+    damaged twice, and there is a snapshot, return None on all ranks: sender or receiver may be the cause.
 
     Raises:
-        TrainingError: on a rank where they have arrived damaged again; the others go on without it.
+        TrainingError: on a rank that has received damaged tensors twice; the others go on without it.
     """
     places = places_in(rest)
     received = [place.empty() for place in places] if state is None else []
@@ -233,16 +233,16 @@ def _reader(data: TensorBytes) -> Callable[[torch.Tensor, int], None]:
 
 
 def _rest_of(world: World, state: Any, source: int) -> Any:
-    """Rank ``source``'s state without its tensors, on every rank."""
-    # Not gathered: a user may have the order of all samples in it, and every rank would get it from each of the others.
+    """Return on every rank the state of rank ``source`` without its tensors."""
+    # A broadcast, no gather: the state may hold the order of all samples, which each rank would get from all others.
     return world.broadcast(without_tensors(state) if world.rank == source else None, source)
 
 
 def _alike(loaded: Loaded, values: Any, source: int) -> Loaded:
-    """The state with rank ``source``'s values in place of this rank's, but for the tensors.
+    """Replace all values of this rank's state that are not tensors by those of rank ``source``.
 
-    States of one step have equal tensors. Their other values may differ: when a rank is lost at the end of an epoch,
-    some have measured the model and have begun the next one, and some have not.
+    The tensors of one step are equal on all ranks. Other values may differ: when a rank is lost at the end of an epoch,
+    some ranks have evaluated the model and begun the next epoch, and others have not.
     """
     try:
         return replace(loaded, state=_with_values(loaded.state, values))
@@ -252,7 +252,7 @@ def _alike(loaded: Loaded, values: Any, source: int) -> Loaded:
 
 
 def _with_values(own: Any, values: Any) -> Any:
-    """``own`` with these values; a LookupError where a tensor is wanted that it has not."""
+    """Return ``own``'s tensors with all else from ``values``; raise a LookupError if ``own`` lacks a tensor."""
     if isinstance(values, Place):
         if not isinstance(own, torch.Tensor):
             raise LookupError
@@ -272,11 +272,11 @@ def _with_values(own: Any, values: Any) -> Any:
 
 
 def source_of_all(kept: Sequence[Made | None], on_disk: Sequence[tuple[int, int] | None]) -> int | None:
-    """The rank whose kept state all ranks go on from; None: they go on from a snapshot. The same on all; pure.
+    """Return the rank whose kept state all ranks go on from; None if they go on from a snapshot.
 
     Args:
-        kept: of each rank, what it has in memory; None for nothing.
-        on_disk: of each rank, (generation, step) of its folder's newest snapshot.
+        kept: for each rank, which state it has in memory; None for none.
+        on_disk: for each rank, (generation, step) of the newest snapshot in its folder; None if there is none.
     """
     ages = [made.age if made else None for made in kept]
     newest = max((age for age in ages if age), default=None)
@@ -286,10 +286,10 @@ def source_of_all(kept: Sequence[Made | None], on_disk: Sequence[tuple[int, int]
 
 
 def _newest_fence(said: Sequence[_Said]) -> int:
-    """The highest fence of all nodes' folders that can be read.
+    """Return the highest fence of those nodes' folders that can be read.
 
     Raises:
-        OSError: on all ranks, if none can be read: then it is unknown who may train.
+        OSError: on all ranks, if no fence can be read: then it is unknown which generation may train.
     """
     fences = [each.fence for each in said if each.fence is not None]
     if not fences:
@@ -303,8 +303,8 @@ def _newest_fence(said: Sequence[_Said]) -> int:
 def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
     """Whether this rank writes to ``snapshots.folder``; every rank calls it.
 
-    If each node has a folder of its own, its first rank does. If the folder is configured as shared by all nodes
-    (``world.snapshot_is_shared``), that is checked, and of the ranks that see the same folder, the lowest writes.
+    If each node has a folder of its own, the first rank of each node writes. If all nodes are configured to share the
+    folder (``world.snapshot_is_shared``), that is checked, and the lowest of the ranks that see the same folder writes.
     """
     if not world.snapshot_is_shared:
         return world.is_first_on_node
@@ -313,9 +313,9 @@ def writes_snapshots(snapshots: Snapshots, world: World) -> bool:
 
 
 def lowest_seen(snapshots: Snapshots, world: World) -> list[int | None]:
-    """For each rank, the lowest of those that see the same folder, or None; every rank calls it.
+    """Return for each rank the lowest rank that sees the same folder, or None; every rank calls it.
 
-    The first rank of each node creates a file there, and all look for it.
+    The first rank of each node creates a file in its folder, and all ranks look for these files.
     """
     own = snapshots.folder / f".seen-{secrets.token_hex(8)}"
     if world.is_first_on_node:
@@ -329,7 +329,7 @@ def lowest_seen(snapshots: Snapshots, world: World) -> list[int | None]:
         seen, can_look = [], True
         try:
             seen = [rank for rank, name in enumerate(names) if name and _is_there(snapshots.folder / name)]
-        except OSError as error:  # others may write there, although this rank cannot see it
+        except OSError as error:  # other ranks may write to this folder, although this one cannot list it
             log.warning("cannot look into %s, so this rank does not write there: %s", snapshots.folder, error)
             can_look = world.is_main
         lowest = world.gather(min(seen, default=None) if can_look else 0)
@@ -365,13 +365,13 @@ def _everywhere(
     writes: bool,
     is_mapped: bool,
 ) -> Loaded | None:
-    """The snapshot on every rank, or None on every rank."""
+    """Load a whole snapshot of rank ``source`` on every rank, sending it where needed; None on all if one cannot."""
     is_here = own is not None and own.manifest.made == manifest.made and not own.manifest.is_sharded
     loaded = own if is_here else None
     loaded = _from_node(snapshots, world, manifest, loaded, is_mapped=is_mapped)
     if all(world.gather(loaded is not None)):
         return loaded
-    # To the disks first: a state may be as large as a node's memory.
+    # First by way of the disks: a state may be as large as a node's memory.
     with snapshots.receiving(manifest) if writes and loaded is None else nullcontext() as file:
         _broadcast(snapshots, world, manifest, source, file.write if file else None)
     world.gather(None)  # now the node's other ranks can read it
@@ -382,7 +382,7 @@ def _everywhere(
     loaded = _from_rank(source, loaded) if is_sent else loaded
     if all(world.gather(loaded is not None)):
         return loaded
-    # Again, into memory, for ranks whose disk cannot store it.
+    # Send it again, into memory, for ranks whose disk cannot store it.
     data = io.BytesIO()
     _broadcast(snapshots, world, manifest, source, None if loaded else data.write)
     if loaded is None and hashlib.sha256(data.getbuffer()).hexdigest() == manifest.sha256[manifest.payload]:
@@ -394,7 +394,7 @@ def _everywhere(
 def _from_node(
     snapshots: Snapshots, world: World, manifest: Manifest, loaded: Loaded | None, *, is_mapped: bool
 ) -> Loaded | None:
-    """The same file for the other ranks of a node whose first rank has loaded it, and so has verified it."""
+    """Load the snapshot on the other ranks of a node whose first rank has loaded, and so verified, the file."""
     nodes = world.gather(world.node_rank if world.is_first_on_node and loaded else None)
     if loaded is None and world.node_rank in nodes:
         return snapshots.read_age(manifest.age, is_verified=True, is_mapped=is_mapped)
@@ -414,10 +414,10 @@ def _broadcast(
     source: int,
     receive: Callable[[memoryview], object] | None,
 ) -> None:
-    """Send the payload to all ranks, as rank ``source`` reads it from its disk, in chunks.
+    """Send the payload from rank ``source``'s disk to all ranks, in chunks.
 
-    All ranks take part in every chunk, also those that have it: a rank that waited for the whole transfer would run
-    into the process group's timeout.
+    All ranks take part in every chunk, also those that have the payload: a rank that waited for the whole transfer
+    would run into the process group's timeout.
     """
     path = snapshots.folder / manifest.payload
 
@@ -434,7 +434,15 @@ def _send(
     read: Callable[[torch.Tensor, int], None],
     receive: Callable[[memoryview], object] | None,
 ) -> None:
-    """Send so many bytes in chunks from rank ``source``, where ``read`` fills each from its start on."""
+    """Broadcast ``size_bytes`` bytes from rank ``source`` in chunks.
+
+    Args:
+        world: its process group must exist.
+        size_bytes: of all chunks together.
+        source: the sending rank.
+        read: fills the given tensor with the bytes from the given offset on; called on rank ``source`` only.
+        receive: gets each chunk in order; None on ranks that have the bytes already.
+    """
     chunk = torch.zeros(min(_CHUNK_BYTES, size_bytes), dtype=torch.uint8, device="cpu")
     for start in range(0, size_bytes, _CHUNK_BYTES):
         part = chunk[: size_bytes - start]

@@ -23,20 +23,20 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """A tensor in a state of which each rank has a part. It is gathered when it is copied, one at a time.
+    """Stands in a state for a tensor of which each rank has a part; it is gathered when the state is copied.
 
-    Tied weights are one object at several places, which is gathered once.
+    Tensors are gathered one at a time. Tied weights are one `Gathered` at several places, which is gathered once.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     gather: Callable[[], torch.Tensor]
-    """Returns the whole tensor; all ranks call it, those that do not keep it too."""
+    """Returns the whole tensor; all ranks call it, also ranks that do not keep the result."""
 
 
 def gather_for_others(state: Any) -> None:
-    """Take part in gathering the tensors of a state that other ranks copy, and keep none."""
+    """Take part in gathering the tensors of a state that other ranks copy, without keeping them."""
     gathered: set[Gathered] = set()
 
     def other(leaf: Any) -> Any:
@@ -49,7 +49,7 @@ def gather_for_others(state: Any) -> None:
 
 
 def holds_gathered(state: Any) -> bool:
-    """Whether no rank can copy this state without the others."""
+    """Whether a state holds a `Gathered`, so that no rank can copy it without the others."""
     found = []
 
     def other(leaf: Any) -> Any:
@@ -63,12 +63,12 @@ def holds_gathered(state: Any) -> bool:
 class HostCopy:
     """Copies nested dicts, lists and tuples of tensors and plain values; one copy is valid at a time.
 
-    Tied weights stay tied. For CUDA tensors the block is page-locked, so that the copy runs at the bus's full rate: the
-    block is of the exact size, while torch's own pinned memory would round each tensor up to a power of two.
+    Tied weights stay tied. For CUDA tensors the block is page-locked, so that the copy runs at the bus's full rate. The
+    block has the exact size; torch's own pinned memory would round each tensor up to a power of two.
     """
 
     def __init__(self, *, pins: bool = True) -> None:
-        """No memory yet: ``prepare`` or the first copy makes it.
+        """Allocate nothing yet: ``prepare`` or the first copy does.
 
         Args:
             pins: page-lock the memory for CUDA tensors; locking costs more than one copy gains.
@@ -78,12 +78,12 @@ class HostCopy:
         self._maker = Background("nodekit-host-memory")
 
     def prepare(self, state: Any) -> None:
-        """Make the memory for such a state in a thread: locking takes long, and the first copy need not wait for it."""
+        """Allocate the memory for such a state in a thread: page-locking takes long, and would delay the first copy."""
         self._maker.wait()
         self._maker.start(partial(self._make, *_needs(state)))
 
     def take(self, state: Any) -> Any:
-        """Return the copy; its tensors are on the CPU, and the next ``take`` overwrites them."""
+        """Return a copy of ``state``; its tensors are on the CPU, and the next ``take`` overwrites them."""
         self._maker.wait()
         self._make(*_needs(state))
         copied: dict[object, torch.Tensor] = {}
@@ -91,7 +91,7 @@ class HostCopy:
         start = 0
 
         def buffer(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            """The next tensor of the block, with a storage of its own: torch.save writes whole storages."""
+            """Return the next tensor of the block, with a storage of its own: torch.save writes whole storages."""
             nonlocal start
             if not shape.numel():
                 return torch.empty(shape, dtype=dtype, device="cpu")
@@ -110,7 +110,7 @@ class HostCopy:
             return own
 
         def fill(own: torch.Tensor, source: torch.Tensor) -> None:
-            # Conjugated on the GPU: torch would conjugate the copy here, before it has arrived.
+            # Conjugate on the GPU: torch would conjugate the host's copy, before the data has arrived.
             own.copy_(source.detach().resolve_conj().resolve_neg(), non_blocking=True)
             if source.device.type != "cpu":
                 devices.add(source.device)
@@ -130,30 +130,30 @@ class HostCopy:
         return result
 
     def _make(self, size_bytes: int, gpu: torch.device | None) -> None:
-        """Have a block of this size, or a larger one."""
+        """Make sure that the block has at least this size, page-locked for ``gpu`` if given."""
         if size_bytes <= self._memory.nbytes:
             return
-        self._memory = np.empty(0, np.uint8)  # not both at the same time
+        self._memory = np.empty(0, np.uint8)  # free the old block first: the host may lack room for both
         memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu").numpy()
-        memory[::_PAGE_BYTES] = 0  # the system gives memory when it is first written
+        memory[::_PAGE_BYTES] = 0  # the system assigns a page when it is first written
         if gpu is not None and self._pins:
             _lock(memory, gpu)
         self._memory = memory
 
 
 def off_the_gpu(state: Any, device: torch.device) -> Any:
-    """A state that is kept while another model is made, which ``device`` need not have room for beside it."""
+    """Return a state's copy in host memory, so that ``device`` has room for another model; on a CPU, the state."""
     return state if device.type == "cpu" else HostCopy(pins=False).take(state)
 
 
 def _lock(memory: Any, gpu: torch.device) -> None:
-    """Page-lock memory until nothing refers to it; if the system refuses, it stays as it is, which is only slower.
+    """Page-lock memory until nothing refers to it; if the system refuses, copies are only slower.
 
-    In a thread of its own: CUDA keeps the error of a refusal for the next kernel that the same thread launches.
+    This runs in a thread of its own: CUDA reports a refusal again at the next kernel that the same thread launches.
     """
 
     def lock() -> None:
-        with torch.cuda.device(gpu):  # a thread begins with GPU 0, where it would take memory
+        with torch.cuda.device(gpu):  # a new thread is set to GPU 0, and would allocate memory there
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             if int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)) == 0:
                 weakref.finalize(memory, cudart.cudaHostUnregister, memory.ctypes.data).atexit = False
@@ -164,7 +164,7 @@ def _lock(memory: Any, gpu: torch.device) -> None:
 
 
 def _needs(state: Any) -> tuple[int, torch.device | None]:
-    """The bytes of a state's copy, and the GPU from which it comes, if any."""
+    """Return the size of a state's copy in bytes, and a GPU that holds some of the state, if any."""
     sizes: dict[object, int] = {}
     gpus: list[torch.device] = []
 
@@ -194,7 +194,7 @@ def _stride(source: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_in_one_piece(tensor: torch.Tensor) -> bool:
-    """Whether its values are a storage's: not a sparse one, whose indices are another tensor, nor a quantized one."""
+    """Whether a tensor is neither sparse, with its indices in another tensor, nor quantized."""
     return tensor.layout == torch.strided and not tensor.is_quantized
 
 
@@ -230,12 +230,12 @@ def map_tensors(
 
 
 def on_cpu(value: Any) -> Any:
-    """A state dict's value on the CPU; a module's extra state, which may be of any type, stays as it is."""
+    """Return a state dict's value on the CPU; a module's extra state, which may be of any type, stays as it is."""
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def nan_in(value: Any, name: str = "") -> str:
-    """Return where nested dicts, lists and tuples have a tensor that holds nan, as ``model.bias``; "" if none does."""
+    """Return the path of the first tensor that holds nan in nested containers, as ``model.bias``; "" if none does."""
     if isinstance(value, torch.Tensor):
         return name * _has_nan(value)
     parts = (
@@ -258,5 +258,5 @@ def _has_nan(tensor: torch.Tensor) -> bool:
         tensor = torch.view_as_real(tensor.resolve_conj())
     elif tensor.dtype in _SMALL_FLOATS:
         tensor = tensor.half()
-    # The minimum is nan if any is; infinity may be meant, as in a mask.
+    # The minimum is nan if any value is nan. Infinity passes: it may be intended, as in a mask.
     return tensor.dtype in _FLOATS and bool(tensor.numel()) and bool(tensor.min().isnan())

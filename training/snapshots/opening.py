@@ -1,4 +1,4 @@
-"""The snapshots that a rank's options ask for."""
+"""Open a rank's snapshots as its options ask for."""
 
 import re
 import secrets
@@ -14,11 +14,14 @@ from nodekit.training.snapshots.snapshot import Snapshots, log
 from nodekit.training.world import World
 
 _NOTHING = (-1, -1)
-"""Older than every snapshot."""
+"""A (generation, step) older than every snapshot."""
 
 
 def open_snapshots(folder: Path, options: Options, world: World) -> tuple[Snapshots, bool]:
-    """Those in kit's folder for this node, else in ``folder``; whether this rank commits them. All ranks call it."""
+    """Return the snapshots in kit's folder for this node, else in ``folder``, and whether this rank commits them.
+
+    All ranks call it.
+    """
     if world.snapshot_dir is None and world.is_first_on_node:
         bring_newer(folder, folder.parent if world.node_rank else folder)
     snapshots = Snapshots(
@@ -34,18 +37,18 @@ def open_snapshots(folder: Path, options: Options, world: World) -> tuple[Snapsh
 
 
 def bring_newer(own: Path, base: Path) -> None:
-    """Bring what is newer than in ``own`` from the run's other folders that are seen here: ``base`` and ``base/nodeN``.
+    """Copy newer snapshots into ``own`` from the run's other folders on this machine: ``base`` and ``base/nodeN``.
 
-    A folder is named by the node's number, and a machine may have had another one before. Nothing is taken away from
-    the others: on a shared disk they are of nodes that may be running.
+    A folder is named by the node's number, and a machine may have had another number before. Nothing is removed from
+    the other folders: on a shared disk they belong to nodes that may be running.
 
     Raises:
-        TrainingError: it cannot be brought, and there is nothing in ``own`` to go on from.
+        TrainingError: the other folders cannot be read, and ``own`` has no snapshot to go on from.
     """
     numbered = [path for path in base.glob("node*") if re.fullmatch(r"node\d+", path.name)]
     try:
         has = newest = max(map(age_of, _manifests(own)), default=_NOTHING)
-    except OSError:  # which is reported where they are loaded
+    except OSError:  # loading the snapshots reports it
         return
     source = None
     for other in [each for each in (base, *sorted(numbered)) if each != own]:
@@ -77,7 +80,7 @@ def _manifests(folder: Path) -> list[str]:
 
 
 def _bring_snapshot(source: Path, target: Path, name: str) -> None:
-    """Its files first, since with its manifest it counts; a sharded one may have a part of its files in each folder."""
+    """Link a snapshot's files, then its manifest, which makes it count; folders may have different shards of it."""
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_there = (target / name).exists()
     for path in source.glob(f"{name.removesuffix('.json')}-*"):
@@ -91,7 +94,7 @@ def _bring_snapshot(source: Path, target: Path, name: str) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Have a file there, too, which nobody changes once it is committed."""
+    """Hard-link a file, or copy it where links are not supported; a committed file is never changed."""
     if target.exists():
         return
     try:
@@ -103,7 +106,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _bring_results(source: Path, target: Path) -> None:
-    """Copy the history and the best weights, which the snapshot's state is about."""
+    """Copy metrics.jsonl and the best weights, to which the snapshot's state refers."""
     if (source / "metrics.jsonl").exists():
         draft = target / ".metrics.jsonl.tmp"
         shutil.copyfile(source / "metrics.jsonl", draft)

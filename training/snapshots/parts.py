@@ -1,8 +1,8 @@
-"""A sharded snapshot whose files are on several nodes: which node keeps what, and what each is sent at a start.
+"""Sharded snapshots whose files are on several nodes: which node keeps which files, and which are sent at a start.
 
 Each file is on two nodes, that of the rank that has written it and the next one. So any one node may be lost, and the
-others have all files between them. A start sends each node what its ranks read of those files, and makes up for the
-copies that are lost.
+others have all files between them. At a start, each node is sent the files that its ranks read, and lost copies are
+replaced.
 """
 
 import os
@@ -25,13 +25,13 @@ from nodekit.training.world import World
 
 
 def keepers(places: Sequence[int], hosts: Sequence[str]) -> list[int | None]:
-    """For each rank, the one that keeps a copy of its files; None for all if there is one place.
+    """Return for each rank the rank that keeps a copy of its files; None for all if all see one folder.
 
-    It is a rank of the next place, in a ring, but of the next one on another host if there is any.
+    The keeper is on the next folder in a ring, preferably the next one on another host, since a host fails as a whole.
 
     Args:
-        places: for each rank, a rank that stands for those that see the same folder.
-        hosts: for each rank, where it runs: a host fails whole.
+        places: for each rank, the lowest rank that sees the same folder.
+        hosts: for each rank, the host it runs on.
     """
     members: dict[int, list[int]] = defaultdict(list)
     for rank, place in enumerate(places):
@@ -53,7 +53,13 @@ def keepers(places: Sequence[int], hosts: Sequence[str]) -> list[int | None]:
 def transfers(
     manifest: Manifest, holders: Mapping[str, Sequence[int]], wanted: Mapping[int, set[str]]
 ) -> list[Transfer]:
-    """What has to be sent so that each rank has what it wants; of those that have a file, the least busy sends it."""
+    """Plan transfers that give each rank the files it wants; the least busy holder of a file sends it.
+
+    Args:
+        manifest: of the snapshot.
+        holders: file name → the ranks that have it.
+        wanted: rank → the names of the files that it wants.
+    """
     found: list[Transfer] = []
     busy_bytes: Counter[int] = Counter()
     for name, (sha256, size_bytes) in manifest.parts.items():
@@ -66,10 +72,10 @@ def transfers(
 
 
 def everywhere_in_parts(snapshots: Snapshots, world: World, manifest: Manifest) -> tuple[Loaded | None, str]:
-    """A sharded snapshot on every rank, or None on every rank, and why; every rank calls it.
+    """Load a sharded snapshot on every rank, or return None on every rank with the reason; every rank calls it.
 
     Raises:
-        NoneLoads: on all ranks, if a node cannot be given what it lacks.
+        NoneLoads: on all ranks, if the files that a node lacks cannot be sent to it.
     """
     spread = _Spread(snapshots, world, manifest)
     if spread.problem:
@@ -93,7 +99,7 @@ class _Spread:
     def __init__(self, snapshots: Snapshots, world: World, manifest: Manifest) -> None:
         """Have the first rank of each node verify the files in its folder.
 
-        They count also where the manifest is not, as on a node that was killed before it could commit.
+        Files count also if the manifest is not there, as on a node that was killed before it could commit.
         """
         self._snapshots, self._world, self._manifest = snapshots, world, manifest
         held, unread = _held(snapshots.folder, manifest) if world.is_first_on_node else (set(), [])
@@ -106,7 +112,7 @@ class _Spread:
             name: [rank for rank in self._firsts if name in said[rank][3]] for name in manifest.parts
         }
         self.problem = ""
-        """Why the snapshot is of no use; "" if all files are on any node."""
+        """Why the snapshot cannot be loaded; "" if each of its files is on some node."""
         if missing := [f"{manifest.payload}/{name}" for name, ranks in self._holders.items() if not ranks]:
             problems = [text for *_, unread in said for text in unread]
             self.problem = "; ".join([f"no node that is here has {manifest.tell(missing)}", *problems])
@@ -114,10 +120,10 @@ class _Spread:
                 _pass_over(snapshots, manifest, OSError(self.problem) if problems else Damaged(self.problem))
 
     def fetch(self, names: Collection[str]) -> None:
-        """Have these files on this rank's node.
+        """Get these files onto this rank's node; every rank calls it, with names of its own.
 
         Raises:
-            NoneLoads: on all ranks, if a node cannot be given what it lacks.
+            NoneLoads: on all ranks, if the files that a node lacks cannot be sent to it.
         """
         wanted: dict[int, set[str]] = {first: set() for first in self._firsts}
         for first, each in zip(self._first_of_rank, self._world.gather(set(names)), strict=True):
@@ -129,7 +135,7 @@ class _Spread:
             )
 
     def make_up_for_lost_copies(self) -> None:
-        """Have each file on two nodes, if there are two; a warning if that fails, since no rank needs them now."""
+        """Copy each file that is on one node only to another; log a failure, since no rank needs the copies now."""
         following = keepers(range(len(self._firsts)), self._hosts)
         wanted: dict[int, set[str]] = {first: set() for first in self._firsts}
         for name, ranks in self._holders.items():
@@ -139,7 +145,7 @@ class _Spread:
             log.warning("%s is not on two nodes again: %s", self._manifest.name, "; ".join(problems))
 
     def _send(self, wanted: Mapping[int, set[str]]) -> list[str]:
-        """Send files to the ranks that want them; what went wrong, the same on all ranks."""
+        """Send files to the ranks that want them; return the errors of all ranks."""
         sent = transfers(self._manifest, self._holders, wanted)
         if not sent:
             return []
@@ -159,7 +165,7 @@ class _Spread:
 
 
 def _held(folder: Path, manifest: Manifest) -> tuple[set[str], list[str]]:
-    """The files of a sharded snapshot that are here and intact, and why that is not known of others."""
+    """Return the names of a sharded snapshot's files that are here and intact, and errors for those that are unread."""
     until_s = time.monotonic() + commit.RETRY_S
 
     def is_held(name: str) -> bool | str:
@@ -181,7 +187,7 @@ def _held(folder: Path, manifest: Manifest) -> tuple[set[str], list[str]]:
 
 
 def _pass_over(snapshots: Snapshots, manifest: Manifest, error: Exception) -> None:
-    """Log why a snapshot is of no use. If that is certain, it is removed at the next save."""
+    """Log why a snapshot cannot be loaded, if its manifest is here; the next save removes it if it is `Damaged`."""
     try:
         is_here = manifest in snapshots.manifests()
     except OSError:

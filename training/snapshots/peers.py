@@ -1,6 +1,6 @@
-"""What the ranks that save a sharded snapshot say and send to each other, over a gloo group of their own.
+"""Messages and files that ranks exchange to save a sharded snapshot, over a gloo group of their own.
 
-It is not the training's group, so that the loop waits for the copy to host memory only.
+The group is not that of the training, so that the loop waits for the copy to host memory only.
 """
 
 import io
@@ -27,7 +27,8 @@ log = logging.getLogger("nodekit.training")
 
 T = TypeVar("T")
 
-# A disk may take long, and a dead peer is noticed by its connection; after a timeout no rank could save any more.
+# In effect none: a disk may take long, a dead peer is noticed by its connection, and after a timeout gloo's group is
+# broken, so that no rank could save any more.
 _TIMEOUT = timedelta(days=7)
 _CHUNK_BYTES = 16 << 20
 _TAG = 0
@@ -41,21 +42,21 @@ class Transfer:
     sha256: str
     size_bytes: int
     source: int
-    """The rank that has it."""
+    """The rank that sends it."""
     target: int
-    """The rank that is to have it, too."""
+    """The rank that receives it."""
 
 
 class Peers:
-    """All ranks; each of them has to make the same calls."""
+    """A process group of all ranks for saving snapshots; every rank has to make the same calls."""
 
     def __init__(self, world: World) -> None:
-        """All ranks call it. The object must outlive the last collective of this process."""
+        """Create the group; all ranks call it. The object must outlive the last collective of this process."""
         self._rank, self._world_size = world.rank, world.world_size
         self._group = _own_group(world)
 
     def together(self, call: Callable[[], T]) -> list[T]:
-        """The call's results on all ranks; if it raises on one rank, an OSError on all others."""
+        """Return the results of ``call`` on all ranks, by rank; if it raises on one, raise an OSError on the others."""
         value: T | None = None
         problem: OSError | ValueError | Fenced | None = None
         try:
@@ -70,10 +71,14 @@ class Peers:
         return [value for value, _ in parts]
 
     def send_files(self, folder: Path, transfers: Sequence[Transfer], *, syncs: bool = True) -> None:
-        """Send files of ``folder`` to ranks that write them to theirs, in chunks; all ranks name the same transfers.
+        """Send files of ``folder`` to ranks that write them to their own folders, in chunks.
 
-        A rank that cannot read or write takes part all the same, since the others wait for it. ``syncs`` is whether
-        what has arrived is on the disk when this returns.
+        A rank that cannot read or write takes part all the same, since the others wait for it.
+
+        Args:
+            folder: of this rank.
+            transfers: the same on all ranks.
+            syncs: whether to sync the received files to the disk.
 
         Raises:
             OSError: a file for this rank did not arrive whole, or could not be written.
@@ -107,7 +112,7 @@ class Peers:
                 file.write(in_part.numpy().data)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, on every rank; waits as long as it takes."""
+        """Return every rank's ``value``, by rank; wait without a timeout."""
         return gather_objects(value, self._gather_tensors)
 
     def _gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -119,9 +124,9 @@ class Peers:
 
 
 def read_part(part: torch.Tensor, path: Path, start: int) -> None:
-    """Fill a tensor of bytes from a file that is to be sent.
+    """Fill a tensor of bytes from a file, from offset ``start`` on, to send it.
 
-    If that fails, it is logged: the others wait for the chunk, and find that the hash is wrong.
+    An error is only logged: the other ranks wait for the chunk, and find that the hash is wrong.
     """
 
     def read() -> None:
@@ -136,9 +141,9 @@ def read_part(part: torch.Tensor, path: Path, start: int) -> None:
 
 
 def _turns(transfers: Sequence[Transfer], rank: int) -> Iterator[tuple[Transfer | None, Transfer | None]]:
-    """What a rank sends and what it receives, turn by turn: in each turn, one file at most of either.
+    """Yield what a rank sends and what it receives in each turn: at most one file of each.
 
-    Both ends of a transfer have it in the same turn, and a rank takes its turns in order: none waits in a circle.
+    Both ends of a transfer do it in the same turn, and a rank takes its turns in order, so that ranks cannot deadlock.
     """
     sends: Counter[int] = Counter()  # rank → its next free turn
     receives: Counter[int] = Counter()
@@ -157,7 +162,7 @@ def _turns(transfers: Sequence[Transfer], rank: int) -> Iterator[tuple[Transfer 
 
 @contextmanager
 def _arriving(folder: Path, transfer: Transfer, problems: list[str], syncs: bool) -> Iterator[HashingFile]:
-    """A file that is placed in ``folder`` at the block's end, if it is what was announced. Writing never raises."""
+    """Give the block a file, which is placed in ``folder`` afterwards if its hash is right. Writing never raises."""
     with ExitStack() as stack:
         try:
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,10 +182,10 @@ def _arriving(folder: Path, transfer: Transfer, problems: list[str], syncs: bool
 
 
 def _own_group(world: World) -> dist.ProcessGroupGloo:
-    """A group of all ranks, for the saving threads.
+    """Create a group of all ranks for the saving threads.
 
     ``dist.new_group`` would use the same name after each restart by torchrun, in a store that still has the addresses
-    of the previous ranks: half of the time the ranks then wait for these, or fail.
+    of the previous ranks: in half of all cases, ranks then wait for the previous ones, or fail.
     """
     name = world.gather(secrets.token_hex(8))[0]
     assert dist.group.WORLD

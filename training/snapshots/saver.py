@@ -1,4 +1,4 @@
-"""When snapshots are taken: the ranks agree on it by the sums of each step."""
+"""When snapshots are taken: the ranks agree on that by an all-reduce after each step."""
 
 import logging
 import math
@@ -19,17 +19,17 @@ from nodekit.training.world import World
 log = logging.getLogger("nodekit.training")
 
 SHORTEST_S = 5.0
-"""Never more often than this."""
+"""The shortest interval between snapshots, in seconds."""
 LONGEST_S = 600.0
-"""Never less often, however reliable the machines, or wrong the measured cost."""
+"""The longest interval in seconds, however reliable the machines, or wrong the measured cost."""
 MOST_SHARE = 0.01
-"""The fraction of time that snapshots may cost, as long as one costs less than ``MOST_SHARE * LONGEST_S``."""
+"""The fraction of time that snapshots may cost; exceeded only if one costs more than ``MOST_SHARE * LONGEST_S``."""
 FIRST_S = 3.0
-"""The first one is early: a job that fails soon has a snapshot, and the cost is known."""
+"""Seconds until the first snapshot: early, so that a job that fails soon has one, and its cost is known."""
 PRIOR_S = 24 * 3600.0
-"""The assumed time between failures before there was one."""
+"""The time between failures, in seconds, that is assumed before there was a failure."""
 MANY_FAILED = 3
-"""After so many failed saves in a row, rank 0 prints a warning."""
+"""How many saves in a row must fail until rank 0 prints a warning."""
 _FENCE_EVERY_S = 1.0
 _WAKE_EVERY_S = 0.5
 _QUIET_STEPS = 20
@@ -38,7 +38,7 @@ _STUCK_S = 120.0
 
 
 def interval_s(cost_s: float, *, trained_s: float, num_restarts: int) -> float:
-    """The best interval in seconds, by Young and Daly: √(2 · cost · mean time between failures), within bounds.
+    """Return the best interval in seconds, by Young and Daly: √(2 · cost · mean time between failures), within bounds.
 
     Args:
         cost_s: how long a snapshot delays the training.
@@ -50,11 +50,11 @@ def interval_s(cost_s: float, *, trained_s: float, num_restarts: int) -> float:
 
 
 class Saver:
-    """Rank 0 decides when, the ranks with ``writes`` save, and all learn which ranks could not.
+    """Decides on rank 0 when to take a snapshot, saves on the ranks with ``writes``, and reports failing saves.
 
-    After every step, each rank adds its ``flags()`` to the sum over all ranks, and passes the sum to ``agree()``. A
-    save that is due while another is running on any rank is put off, step by step, so that no disk delays the training;
-    with ``every``, which asks for certain steps, it waits.
+    After every step, each rank adds its ``flags()`` to the sum over all ranks, and passes the sum to ``agree()``. While
+    a save is running on any rank, the next one is put off step by step, so that no disk delays the training; with
+    ``every``, which asks for certain steps, the training waits for it.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Saver:
         Args:
             snapshots: of this rank's node.
             world: its process group must exist.
-            report: prints, and tells kit that waiting for a disk is no hang.
+            report: prints, and tells kit that waiting for a disk is not a hang.
             writes: whether this rank saves.
             every: steps from one snapshot to the next; None: by time.
-            seconds: from one to the next; None: by their cost (see ``interval_s``), which is the stall plus the time
-                by which steps are slower while one is written.
+            seconds: from one snapshot to the next; None: by their cost (see ``interval_s``), which is the stall plus
+                the time by which steps are slower while one is written.
             trained_s: how long the job had trained before this start.
         """
         self.snapshots = snapshots
@@ -90,8 +90,8 @@ class Saver:
         self._trained_s = trained_s
         self._started_s = self._last_s = time.monotonic()
         self._is_last = False
-        self._stall_s: float | None = None  # of the last snapshot, until all ranks know its cost
-        self._slowed_s = 0.0  # by how much steps took longer while it was being saved
+        self._stall_s: float | None = None  # of the last snapshot; None once all ranks know its cost
+        self._slowed_s = 0.0  # how much longer steps took, in all, while the last snapshot was being saved
         self._quiet_steps_s: deque[float] = deque(maxlen=_QUIET_STEPS)
         self._agreed_s: float | None = None  # when the ranks last agreed
         self._agreed_step = 0
@@ -101,14 +101,14 @@ class Saver:
 
     @property
     def trained_s(self) -> float:
-        """How long the job has trained, restarts included; part of the snapshot."""
+        """How many seconds the job has trained, restarts included; part of the snapshot."""
         return self._trained_s + time.monotonic() - self._started_s
 
     def flags(self, *, step: int, is_last: bool) -> list[float]:
-        """This rank's part of what is summed after ``step``, ``4 + 2 * world_size`` numbers.
+        """Return this rank's ``4 + 2 * world_size`` numbers for the sum over all ranks after ``step``.
 
         Raises:
-            ValueError: the state of the last save could not be loaded safely.
+            ValueError: the state of the last save holds objects that could not be loaded safely.
         """
         own_fence = self._read_fence()
         self._is_last = is_last
@@ -126,11 +126,11 @@ class Saver:
         ]
 
     def is_certain(self, step: int) -> bool:
-        """Whether ``every`` asks for a snapshot of this step: then all ranks know without agreeing."""
+        """Whether ``every`` asks for a snapshot of this step: all ranks know that without the sum."""
         return bool(self._every) and step % (self._every or 1) == 0
 
     def agree(self, sums: Sequence[float]) -> bool:
-        """Whether a snapshot is taken of this step, from the sum of all ranks' ``flags()``.
+        """Return whether to take a snapshot of this step, from the sum of all ranks' ``flags()``.
 
         Raises:
             Fenced: on all ranks, if a rank has found that this generation is over.
@@ -151,7 +151,7 @@ class Saver:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure how long a snapshot stalls the training; on all ranks."""
+        """Measure how long the block stalls the training by a snapshot; all ranks call it."""
         started_s = time.monotonic()
         self._report.alive()
         yield
@@ -163,21 +163,21 @@ class Saver:
         self._report.alive()
 
     def paused(self) -> None:
-        """Do not count the time since the last step as a step's."""
+        """Leave the time since the last step out of the measured step times."""
         self._agreed_s = None
         self._report.leave_out()
 
     def save(self, state: Any, *, step: int) -> None:
-        """Copy ``state`` and save it in a thread."""
+        """Wait for the previous save, copy ``state``, and save it in a thread."""
         self.wait()
         self.snapshots.save_async(state, step=step, world_size=self._world.world_size)
 
     def save_alone(self, state: Any, *, step: int) -> bool:
-        """Save without the other ranks, unless to train to ``step`` again takes less; False if it failed.
+        """Save without the other ranks, unless training to ``step`` again takes less time; return False if that failed.
 
-        A rank that does not write otherwise does too: the one that would may be lost.
+        Ranks that do not write otherwise save too: the rank that writes may be lost.
         """
-        since_s = time.monotonic() - self._last_s  # without what the disk takes for the last one
+        since_s = time.monotonic() - self._last_s  # before the wait for the last save
         if not self.settle():
             return False
         last_s = self.snapshots.last_save_s
@@ -193,7 +193,7 @@ class Saver:
                 self._report.alive()
 
     def settle(self) -> bool:
-        """As ``wait``, for a rank that has failed already: errors are only logged; False if it did not end in time."""
+        """As ``wait``, for a rank that has failed: log errors; return False if the save does not end within 20 s."""
         deadline_s = time.monotonic() + _SETTLE_S
         try:
             while not self.snapshots.wait(_WAKE_EVERY_S):
@@ -206,7 +206,7 @@ class Saver:
         return True
 
     def _cost_of_the_last(self, step: int) -> float:
-        """Seconds by which the last snapshot delayed the training, reported once, when it is saved; else 0."""
+        """Return by how many seconds the last snapshot delayed the training: once, after its save; otherwise 0."""
         steps_s = None if self._agreed_s is None else time.monotonic() - self._agreed_s
         num_steps, self._agreed_step = max(1, step - self._agreed_step), step
         if self._stall_s is None:
@@ -221,12 +221,12 @@ class Saver:
         return cost_s
 
     def _is_stuck(self) -> bool:
-        """Whether a save takes so long that it may never end, as on a file server that is gone."""
+        """Whether the current save takes so long that it may never end, as on an unreachable file server."""
         since_s = time.monotonic() - self._last_s
         return self.snapshots.is_saving and since_s > max(_STUCK_S, 3 * self.interval_s)
 
     def _is_due(self, step: int) -> bool:
-        """Decided by rank 0, since clocks differ."""
+        """Whether a snapshot is due; False on all ranks but 0, which decides, since clocks differ."""
         if not self._world.is_main:
             return False
         if self._every:
@@ -234,7 +234,7 @@ class Saver:
         return time.monotonic() - self._last_s >= self.interval_s
 
     def _read_fence(self) -> int:
-        """The fence, if this generation is below it, else 0; read once a second."""
+        """Return the fence if this generation is below it, otherwise 0; the file is read once a second."""
         try:
             self.snapshots.check()
         except Fenced as error:
@@ -248,7 +248,7 @@ class Saver:
         return self._fence
 
     def _report_failing(self, unsaved: Sequence[float]) -> None:
-        """Print, on rank 0, where saving keeps failing, and when all save again; on all ranks, of the same sums."""
+        """Print on rank 0 which nodes keep failing to save, and when all save again; all ranks pass the same sums."""
         failing = {rank for rank, since_s in enumerate(unsaved) if since_s}
         if failing == self._failing:
             return

@@ -1,9 +1,9 @@
 """Saving sharded snapshots: every rank writes its own part, one rank commits them, and none holds the full state.
 
 Where nodes have folders of their own, each part is also written to the next node's, and one rank of each node commits.
-When each part is in the memory of two hosts, as what has been written to a file is, the snapshot counts: any one host
-may be lost from then on. It is synced to their disks afterwards, and the snapshots before it are kept until then; the
-first one is synced before.
+The snapshot counts as soon as each part is written to files on two hosts, even if it is only in their page caches: any
+one host may be lost from then on. It is synced to the disks afterwards, and earlier snapshots are kept until then; only
+the first snapshot is synced before it counts.
 
 The saving threads use a process group of their own, so that the loop waits for the copy to host memory only. If one
 rank cannot save its part, no manifest is written: all ranks count a failed save and go on.
@@ -38,14 +38,14 @@ from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.world import World
 
 Written = dict[str, tuple[str, int]]
-"""File name → SHA-256 and size."""
+"""File name → SHA-256 in hex, and size in bytes."""
 
 
 class ShardedSnapshots(Snapshots):
     """Snapshots of states whose tensors are DTensors, in one folder that all ranks see or in several.
 
-    All ranks save, each its part. Of the ranks that see the same folder, one (``commits``) writes the manifest. Loading
-    is as for whole ones.
+    All ranks save, each its part. Of the ranks that see the same folder, one (``commits``) writes the manifest. They
+    are loaded like whole snapshots.
     """
 
     peers: Peers
@@ -54,18 +54,18 @@ class ShardedSnapshots(Snapshots):
         """Find out which ranks see the same folder; all ranks call it.
 
         Args:
-            like: folder, keep and generation.
+            like: has the folder, and the values of ``keep``, ``generation`` and ``leave_shards``.
             world: its process group must exist.
         """
         said = world.gather((like.folder, f"node {world.node_rank} ({gethostname()})", gethostname()))
-        # Without a run id, each rank has made up a folder name of its own.
+        # All ranks of a node take its first rank's folder: without a run id, each has made up a name of its own.
         folder, *_ = said[world.rank - world.local_rank]
         super().__init__(
             folder,
             keep=like.keep,
             generation=like.generation,
             leave_shards=like.leave_shards,
-            allow_nan=True,  # one rank alone cannot pass a snapshot over
+            allow_nan=True,  # one rank alone cannot skip a snapshot
         )
         first = world.rank - world.local_rank
         if world.world_size == world.local_world_size:
@@ -92,7 +92,7 @@ class ShardedSnapshots(Snapshots):
     def save(self, state: Any, *, step: int, world_size: int = 1) -> Manifest | None:
         """As ``Snapshots.save``, on all ranks, each with its own part of ``state``.
 
-        ``model`` and ``optimizer`` may hold DTensors; all else is taken from rank 0.
+        ``model`` and ``optimizer`` may hold DTensors; all other values are taken from rank 0.
         """
         self.wait()
         return self._save(self._staged(state), step=step, world_size=world_size, attempt=self.attempt)
@@ -101,7 +101,7 @@ class ShardedSnapshots(Snapshots):
         """As ``Snapshots.prepare``, for this rank's own part.
 
         Raises:
-            TrainingError: on all ranks, if a part of a tensor is where it cannot be saved.
+            TrainingError: on all ranks, if the optimizer keeps DTensors in lists or dicts, which cannot be saved.
         """
         map_tensors(_refuse_part, rest(state))
         self._host_copy.prepare(self._own(state))
@@ -111,7 +111,7 @@ class ShardedSnapshots(Snapshots):
         return {name: self._on_cpu(each, copied[name]) for name, each in flat(state).items()}, others
 
     def _own(self, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-        """What this rank saves: its parts of the tensors, and everything else where it leads."""
+        """Return what this rank saves: its parts of the tensors, and if it leads, everything else (otherwise None)."""
         own = {
             name: each.to_local() if isinstance(each, DTensor) else each for name, each in flat(state).items()
         }
@@ -131,7 +131,7 @@ class ShardedSnapshots(Snapshots):
             manifest, written_here = self._write_parts(
                 name, state, step=step, world_size=world_size, attempt=attempt
             )
-            # If all hosts lose their power, there is another one.
+            # May the snapshot count before it is synced? Yes if an older one remains, should all hosts lose power.
             if self._is_on_two_hosts and all(has_older for _, has_older in begun):
                 self._announce_in_memory(manifest, written_here)
             else:
@@ -144,12 +144,12 @@ class ShardedSnapshots(Snapshots):
     def _write_parts(
         self, name: str, state: Any, *, step: int, world_size: int, attempt: str
     ) -> tuple[Manifest, list[Path]]:
-        """Write the files, and copies of them: what is to be announced, and what this rank has written."""
+        """Write the files and their copies; return the manifest to announce, and the paths this rank has written."""
         tensors, others = state
         together = self.peers.together
         folder = self.folder / name
         writer = FileSystemWriter(folder, sync_files=False)
-        # What all ranks have goes to one file: a node then reads that one, beside its own, and not all.
+        # Write replicated tensors to one rank's file: a node then reads that file beside its own, and not all files.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         writer.fs = files = _Files()
         writer.set_up_storage_writer(self._leads)
@@ -176,7 +176,7 @@ class ShardedSnapshots(Snapshots):
         return manifest, written_here
 
     def _announce_in_memory(self, manifest: Manifest, written_here: Sequence[Path]) -> None:
-        """Have a snapshot count before it is on the disks."""
+        """Write the manifest before the files are synced, so that the snapshot counts, and sync them then."""
         self.peers.together(partial(self._announce_here, manifest, syncs=False))
         own_manifest = [self.folder / manifest.name] if self.commits else []
         try:
@@ -192,7 +192,7 @@ class ShardedSnapshots(Snapshots):
             self._announce(manifest, syncs=syncs)
 
     def _sync(self, written: Sequence[Path]) -> None:
-        """Have what this rank has written on its disk: a file server may know nothing of what another rank has."""
+        """Sync the files that this rank has written; no rank can do it for another one on a file server."""
         for path in written:
             sync(path)
         for folder in {path.parent for path in written}:
@@ -201,9 +201,11 @@ class ShardedSnapshots(Snapshots):
             sync_folder(self.folder)
 
     def _begin(self, step: int, lock: ExitStack) -> tuple[str, bool]:
-        """A name for the folder of the snapshot's files, if this rank's node may save; ``lock`` gets its lock.
+        """Lock this node's folder, until ``lock`` is closed, and check that the node may save.
 
-        And whether there is another one on this node's disk.
+        Returns:
+            A name for the folder of the snapshot's files (the leader's is used), and whether this node has an older
+            snapshot that is synced; True on ranks that do not commit.
         """
         has_older = True
         if self.commits:
@@ -213,7 +215,7 @@ class ShardedSnapshots(Snapshots):
         return f"{stem_of(generation, step)}-{secrets.token_hex(8)}.dcp", has_older
 
     def _finish(self, folder: Path, others: Any, files: "_Files") -> None:
-        shapes(folder)  # if it cannot be loaded, fail now
+        shapes(folder)  # if DCP's metadata cannot be loaded, fail now
         with written_beside(folder) as (temporary, file):
             payload = self._write(others, file, temporary)
             place(temporary, file, REST, syncs=False)
@@ -234,7 +236,7 @@ class ShardedSnapshots(Snapshots):
         return manifest
 
     def _send_copies(self, folder: Path, manifest: Manifest, parts: Sequence[Written]) -> list[Path]:
-        """Send each rank's part to its keeper, and what all need to all that commit; what this rank has received."""
+        """Send each rank's part to its keeper, and the common files to all committers; return the received paths."""
         holders = {name: [rank] for rank, names in enumerate(parts) for name in names}
         wanted: dict[int, set[str]] = {
             rank: {METADATA, REST} if rank in self._committers else set() for rank in range(len(parts))
@@ -262,11 +264,11 @@ class _Stream(HashingFile):
         return self.size_bytes
 
     def close(self) -> None:
-        """Do nothing: `_Files.create_stream` closes it."""
+        """Do nothing: `_Files.create_stream` closes the file."""
 
 
 class _Files(FileSystem):
-    """DCP's file system, with files that only their owner can read, and that are hashed while they are written."""
+    """DCP's file system, but files are readable by their owner only, and hashed while they are written."""
 
     def __init__(self) -> None:
         self.written: Written = {}

@@ -1,9 +1,9 @@
 """Snapshots on this node's disk: committed so that no kill can lose one, and verified before they are used.
 
-A snapshot is a payload (``torch.save``, or a folder of shards, see ``sharded``) and a manifest (JSON) with its name and
-SHA-256. The payload is written to a temporary file, synced and renamed, and the folder synced; only then, in the
-same way, the manifest. A payload without a manifest does not count. (Of shards that are on two hosts, ``sharded`` syncs
-later.)
+A snapshot is a payload (``torch.save``, or a folder of shards, see ``sharded``) and a manifest (JSON) with the name and
+SHA-256 of the payload. The payload is written to a temporary file, synced and renamed, and the folder synced; only then
+is the manifest written in the same way. A payload without a manifest does not count. (``sharded`` syncs later if each
+shard is on two hosts.)
 """
 
 import io
@@ -52,7 +52,7 @@ log = logging.getLogger("nodekit.training")
 
 
 class Snapshots:
-    """The snapshots in one folder, which one rank may save to (see ``writes_snapshots``).
+    """The snapshots in one folder, to which one rank saves (see ``writes_snapshots``).
 
     ::
 
@@ -76,44 +76,45 @@ class Snapshots:
         leave_shards: bool = False,
         allow_nan: bool = False,
     ) -> None:
-        """Nothing is read or written yet.
+        """Check the arguments; nothing is read or written yet.
 
         Args:
-            folder: made when first saved to.
-            keep: how many to keep, 2 or more: the last one may turn out damaged.
+            folder: created by the first save.
+            keep: how many snapshots to keep, 2 or more: the last one may turn out damaged.
             generation: how often the job was started anew; None: that of the newest snapshot or fence here, or 0.
-            leave_shards: do not load the tensors of a sharded one: the loaded state lacks them, and ``Loaded.shards``
-                is their folder.
-            allow_nan: save a state in which a tensor holds nan. Else it is passed over with a warning, so that the
-                snapshots before it, of a training that was still whole, are kept.
+            leave_shards: do not load the tensors of a sharded snapshot: the loaded state lacks them, and
+                ``Loaded.shards`` is their folder.
+            allow_nan: also save a state in which a tensor holds nan. By default such a state is skipped with a warning,
+                so that the snapshots from before the nan are kept.
         """
         refuse_unsafe(torch.__version__)
         if keep < 2:
             raise ValueError(
                 f"keep is {keep}: at least 2 was wanted, since the last one may turn out damaged"
             )
-        self.folder = Path(folder).absolute()  # a script may change its own, and is started anew in this
+        # A script may change its working folder, and a restart begins in this one.
+        self.folder = Path(folder).absolute()
         self.keep = keep
         self.generation = generation
         self.entered: int | None = None
-        """The generation that this rank was told of since; what is being saved meanwhile is of its own."""
+        """The newer generation that kit named to this rank; `save_if_newest` saves as that one. None: no newer one."""
         self.leave_shards = leave_shards
         self.allow_nan = allow_nan
         self.fence = Fence(self.folder)
         self.attempt = ""
-        """Goes into the manifests of what is saved from then on: see ``Made``; ``newest_of_all`` sets it."""
+        """The attempt's number, written to each manifest (see ``Made``); ``newest_of_all`` sets it."""
         self.num_failed = 0
         """How many saves have failed in a row."""
         self.saved_s = time.monotonic()
         """When the last save was committed, by ``time.monotonic()``; before any, when this object was made."""
         self.peers: Peers | None = None
-        """The ranks that a sharded one is sent between, once there is any; it must outlive all of their collectives."""
+        """The group that sends files of sharded snapshots, once needed; it must outlive all of its collectives."""
         self.last_save_s: float | None = None
         """How long the last save took, without the copy to host memory."""
-        self._damaged: set[str] = set()  # manifests whose snapshots are damaged
-        # And all that were of no use here, also those that could not be read.
+        self._damaged: set[str] = set()  # names of manifests whose snapshots are damaged
+        # Names of all manifests that could not be used: damaged, unreadable, or written by a newer nodekit.
         self._rejected: set[str] = set()
-        self._unsynced: set[str] = set()  # and those whose files may not be on the disk
+        self._unsynced: set[str] = set()  # names of manifests whose files may not be on the disk yet
         self._host_copy = HostCopy()
         self._writer = Background("nodekit-snapshot")
         self._is_late = False
@@ -121,12 +122,12 @@ class Snapshots:
     def save(self, state: Any, *, step: int, world_size: int = 1) -> Manifest | None:
         """Commit ``state`` (tensors and plain python values), and remove all but the newest ``keep``.
 
-        None if the folder cannot be written (full, read-only): that is logged as a warning and counted in
-        ``num_failed``, and the snapshots that are there are kept. None, with a warning, for a state with nan in it,
-        too.
+        Return None if the folder cannot be written (full, read-only): that is logged as a warning and counted in
+        ``num_failed``, and the snapshots in the folder are kept. Also return None, with a warning, for a state that
+        holds nan.
 
         Raises:
-            ValueError: ``state`` holds what could not be loaded safely.
+            ValueError: ``state`` holds objects that could not be loaded safely.
             Fenced: a newer generation has taken over; nothing was changed.
         """
         self.wait()
@@ -135,15 +136,15 @@ class Snapshots:
     def save_if_newest(
         self, state: Any, *, step: int, world_size: int = 1, attempt: str | None = None
     ) -> Manifest | None:
-        """As ``save``, by a rank that has lost others and does not know who else saves here.
+        """As ``save``, but on a rank that has lost others and does not know which ranks save to this folder too.
 
-        ``attempt`` is for a state of an earlier one than the present.
+        Pass ``attempt`` if the state is of an earlier attempt than the present one.
 
-        None also where there is a snapshot of this step or a later one, and, whatever ``allow_nan`` says, for a state
-        with nan in it.
+        Return None also if there is a snapshot of this step or a later one, and, whatever ``allow_nan`` says, for a
+        state that holds nan.
 
-        A fence does not keep it out: the step was made before, and may be in this memory alone until enough nodes are
-        there for the next generation. Whatever that one saves counts for more.
+        A fence does not prevent this save: the step was done before, and may be in this process's memory alone until
+        enough nodes are there for the next generation. Snapshots of that generation take precedence.
         """
         self.wait()
         if self.entered is not None:
@@ -156,14 +157,15 @@ class Snapshots:
             self._is_late = False
 
     def prepare(self, state: Any) -> None:
-        """Make the memory for copies of such a state, in a thread: the first ``save_async`` then waits less."""
+        """Allocate host memory for copies of ``state`` in a thread, so that the first ``save_async`` waits less."""
         self._host_copy.prepare(state)
 
     def save_async(self, state: Any, *, step: int, world_size: int = 1) -> None:
         """Copy ``state`` to host memory now, and do the rest of ``save`` in a thread.
 
-        ``state`` may be changed as soon as this returns. There is one save at a time: this waits for the previous one
-        (see ``is_saving``). What a save raises is raised by the next call of ``check``, ``wait``, ``save`` or this.
+        ``state`` may be changed as soon as this returns. Only one save runs at a time: this call waits for the previous
+        one (see ``is_saving``). An exception of the thread is raised by the next call of ``check``, ``wait``, ``save``
+        or ``save_async``.
         """
         self.wait()
         save = partial(self._save, step=step, world_size=world_size, attempt=self.attempt)
@@ -175,18 +177,18 @@ class Snapshots:
         return self._writer.is_busy
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the current save, if any; False after ``timeout_s``. Raises what the save raised."""
+        """Wait for the current save, if any, and raise its exception; return False after ``timeout_s``."""
         return self._writer.wait(timeout_s)
 
     def check(self) -> None:
-        """Raise what a ``save_async`` that has ended raised; never waits."""
+        """Raise the exception of a ``save_async`` that has ended; never wait."""
         self._writer.check()
 
     @contextmanager
     def receiving(self, manifest: Manifest) -> Iterator[commit.HashingFile]:
-        """A file for another node's payload, committed at the block's end if its SHA-256 is the manifest's.
+        """Give the block a file for another node's payload, and commit it afterwards if its SHA-256 is the manifest's.
 
-        Else a warning is logged. Writing to the file never raises, so that a node with a full disk still takes part in
+        Otherwise log a warning. Writing to the file never raises, so that a node with a full disk still takes part in
         the broadcast.
         """
         with ExitStack() as stack:
@@ -206,12 +208,13 @@ class Snapshots:
                 self._place(manifest, temporary, file)
 
     def manifests(self, since: tuple[int, int] = (0, 0)) -> list[Manifest]:
-        """The committed ones, newest first, without verifying the payloads; not those of a newer nodekit.
+        """Return the manifests of committed snapshots, newest first; payloads are not verified.
 
-        Those that are older than ``since`` are not read.
+        Manifests that are damaged, or written by a newer nodekit, are left out, and so are those older than ``since``
+        as (generation, step).
 
         Raises:
-            OSError: the folder or a manifest cannot be read, so that it is unknown what is here.
+            OSError: the folder or a manifest cannot be read, so that it is unknown which snapshots are here.
         """
         found = []
         for name in self._listed():
@@ -226,7 +229,7 @@ class Snapshots:
         return found
 
     def newest_age(self) -> tuple[int, int] | None:
-        """(generation, step) of the newest, by its name alone.
+        """Return (generation, step) of the newest snapshot, from its file's name; None if there is none.
 
         Raises:
             OSError: the folder cannot be read.
@@ -234,12 +237,12 @@ class Snapshots:
         return max(map(age_of, self._listed()), default=None)
 
     def load(self) -> Loaded | None:
-        """Load the newest intact one, on the CPU; None if there has never been one.
+        """Load the newest intact snapshot, onto the CPU; return None if there has never been one.
 
-        Damaged ones are logged and skipped. Read errors are retried for some seconds.
+        Damaged snapshots are logged and skipped. Read errors are retried for some seconds.
 
         Raises:
-            NoneLoads: there are some, or may be, and none can be loaded.
+            NoneLoads: there are snapshots, or may be, and none can be loaded.
             NewerKit: the newest was written by a newer nodekit.
         """
         found = self.look()
@@ -254,13 +257,13 @@ class Snapshots:
         is_mapped: bool = False,
         leave_parts: bool = False,
     ) -> Found:
-        """Load the newest intact one, and tell why newer ones were skipped.
+        """Load the newest intact snapshot, and report why newer ones were skipped.
 
         Args:
-            but: payloads to skip.
-            expected: what is known to have been committed here, as text: then an empty folder is an error.
+            but: names of payloads to skip.
+            expected: describes a snapshot that is known to be committed here; if given, an empty folder is an error.
             is_mapped: see ``read_age``.
-            leave_parts: if the newest is sharded, return it without its state, unverified: it may be on several nodes.
+            leave_parts: return a sharded snapshot without its state and unverified: it may be on several nodes.
         """
         until_s = time.monotonic() + commit.RETRY_S
         problems: list[str] = []
@@ -292,12 +295,12 @@ class Snapshots:
     def read_age(
         self, age: tuple[int, int], *, is_verified: bool = False, is_mapped: bool = False
     ) -> Loaded | None:
-        """Load the one of this (generation, step), if it is here and intact.
+        """Load the snapshot of this (generation, step); return None if it is not here or not intact.
 
         Args:
-            age: which one.
-            is_verified: another rank of this node has verified it: reading all of it once is enough.
-            is_mapped: leave large tensors in the file (see ``map_payload``), unless it is sharded.
+            age: (generation, step).
+            is_verified: another rank of this node has verified the files, so do not hash them again.
+            is_mapped: leave large tensors in the file (see ``map_payload``); no effect if the snapshot is sharded.
         """
         name = f"{stem_of(*age)}.json"
         try:
@@ -310,10 +313,10 @@ class Snapshots:
             return None
 
     def _names(self) -> list[str]:
-        """The names in the folder; none if there is no folder.
+        """Return the names in the folder; none if there is no folder.
 
         Raises:
-            OSError: it cannot be listed.
+            OSError: the folder cannot be listed.
         """
         try:
             return [entry.name for entry in self.folder.iterdir()]
@@ -321,7 +324,7 @@ class Snapshots:
             return []
 
     def _listed(self, expected: str = "") -> list[str]:
-        """The names of the manifests, newest first."""
+        """Return the names of the manifests, newest first; raise an OSError if there are none, though ``expected``."""
         names = sorted(filter(MANIFEST.fullmatch, self._names()), key=age_of, reverse=True)
         if expected and not names:
             raise OSError(f"no snapshot is here, though {expected}: is a file system not mounted?")
@@ -343,12 +346,12 @@ class Snapshots:
         except commit.NOT_FOUND as error:
             raise Damaged(str(error)) from error
         except pickle.UnpicklingError as error:
-            # Around its own reason, torch advises to load it without restriction.
+            # torch wraps the reason in the advice to load the file without restriction, which must not be followed.
             why = str(error.__context__ or error).partition("\n")[0].partition(" Please")[0]
             raise Unloadable(f"torch {torch.__version__} does not load it: {why}") from error
 
     def read_parts(self, manifest: Manifest) -> Loaded:
-        """Load a sharded one whose files have been verified; with ``leave_shards``, they need not all be here."""
+        """Load a sharded snapshot whose files were verified; with ``leave_shards``, not all of them need be here."""
         path = self.folder / manifest.payload
         with (path / REST).open("rb") as file:
             rest = load_payload(file)
@@ -357,20 +360,20 @@ class Snapshots:
         return Loaded(assemble(rest, read_whole(path)), manifest, str(path))
 
     def adopt(self, manifest: Manifest) -> None:
-        """Commit a sharded one whose files other nodes have sent, unless it is committed here."""
+        """Commit a sharded snapshot whose files other nodes have sent, unless it is committed here already."""
         with commit.warned(f"{manifest.name}, sent by other nodes, is not committed in {self.folder}"):
             if manifest not in self.manifests():
                 with commit.locked(self.folder):
                     payload = self.folder / manifest.payload
                     for path in filter(Path.is_file, payload.iterdir()):
-                        commit.sync(path)  # it may be of a save that was cut off before
+                        commit.sync(path)  # it may be left from a save that was cut off before its sync
                     commit.sync_folder(payload)
                     commit.sync_folder(self.folder)
                     self._announce(manifest)
                     self._prune(manifest)
 
     def reject(self, name: str, error: Exception) -> None:
-        """Log why a snapshot is skipped; a damaged one is removed at the next save."""
+        """Log why a snapshot is skipped; the next save removes it if it is damaged."""
         log.warning("snapshot %s is passed over: %s", self.folder / name, error)
         self._rejected.add(name)
         if isinstance(error, Damaged):
@@ -425,15 +428,16 @@ class Snapshots:
             return self._write_whole(state, step=step, world_size=world_size, attempt=attempt)
 
     def _commit(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
-        with self._locked_folder(waits=True):  # as for the last save of this object's own
+        with self._locked_folder(waits=True):  # another thread of this process may still be saving
             return self._write_whole(state, step=step, world_size=world_size, attempt=attempt)
 
     @contextmanager
     def _locked_folder(self, *, waits: bool = False) -> Iterator[None]:
-        """Let nobody else write there, whose half-written files would be taken for leftovers.
+        """Lock the folder against other writers, and remove leftovers: none of these are files being written then.
 
         Raises:
-            BlockingIOError: somebody does (see ``commit.locked``).
+            BlockingIOError: another writer has locked it (see ``commit.locked``).
+            Fenced: a newer generation has taken over.
         """
         self._check_fence()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -469,7 +473,7 @@ class Snapshots:
         )
 
     def _place(self, manifest: Manifest, payload: Path, file: BinaryIO) -> None:
-        """Commit a payload."""
+        """Rename a written payload to its name, write its manifest, and remove old snapshots."""
         commit.place(payload, file, manifest.payload)
         self._announce(manifest)
         self._prune(manifest)
@@ -477,7 +481,7 @@ class Snapshots:
     def _announce(self, manifest: Manifest, *, syncs: bool = True) -> None:
         """Write the manifest of a payload, if this generation still may: from here on the snapshot counts.
 
-        The folder is locked, so that nothing in it is of another save.
+        The caller has locked the folder.
         """
         self.fence.raise_to(self._own_generation())
         with commit.written_beside(self.folder) as (temporary, beside):
@@ -491,11 +495,11 @@ class Snapshots:
             self._unsynced.add(manifest.name)
 
     def _refuse_what_cannot_be_loaded(self, payload: Path) -> None:
-        """Check that the payload loads with ``weights_only``: else saving must fail now, not loading later.
+        """Check that the payload loads with ``weights_only``: saving must fail now rather than loading later.
 
-        Each time: what was None at the first save (the best loss so far) may be a number of numpy's at a later one.
+        Every save is checked: a value that was None at first (the best loss so far) may be a numpy number later.
         """
-        # torch 2.4, with which `Snapshots` are refused by a message of ours, lacks it.
+        # Imported here: torch 2.4 lacks it, and there `Snapshots` raises a message of its own.
         from torch.serialization import get_unsafe_globals_in_checkpoint
 
         try:
@@ -512,9 +516,9 @@ class Snapshots:
             )
 
     def _prune(self, committed: Manifest) -> None:
-        """Remove damaged snapshots, and what is older than the newest ``keep`` that are on the disk and can be read.
+        """Remove damaged snapshots, and those older than the newest ``keep`` that are on the disk and can be read.
 
-        If the one just committed may not be there, it replaces others of which that is so, and none that is.
+        If the snapshot just committed is not synced yet, it replaces other unsynced ones only.
         """
         with commit.warned(f"cannot clear up {self.folder}, which is put off to the next save"):
             doubtful = self._damaged | self._unsynced
@@ -530,14 +534,14 @@ class Snapshots:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove what a killed save left, in a locked folder: temporary files, and payloads without a manifest.
+        """Remove temporary files and payloads without a manifest, which a killed save left; the folder is locked.
 
-        Payloads of newer generations stay: their manifests may be about to be written. So do payloads whose manifest
-        cannot be read.
+        Payloads of newer generations stay: their manifests may be about to be written. Payloads whose manifest cannot
+        be read stay too.
         """
         with commit.warned(f"cannot clear up {self.folder}, which is put off to the next save"):
             if self.fence.read() > self._own_generation():
-                return  # they may be of the next one, that is saving
+                return  # the files may be of a newer generation, which is saving
             names = self._names()
             read = {manifest.stem: manifest.payload for manifest in self.manifests()}
             unread = {name.removesuffix(".json") for name in names if MANIFEST.fullmatch(name)} - read.keys()
@@ -557,7 +561,7 @@ class Snapshots:
 
 
 def _whole(step: Any) -> int:
-    """A number that may be numpy's or a tensor, as a manifest has it; its file's name has room for no other."""
+    """Return a step, which may be numpy's or a tensor, as an int; a ValueError unless it is a whole number from 0."""
     with suppress(TypeError):
         if (number := operator.index(step)) >= 0:
             return number

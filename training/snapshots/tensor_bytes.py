@@ -1,4 +1,4 @@
-"""The tensors of a state as one row of bytes, for sending them from one process to another without a copy of all."""
+"""Stream the tensors of a state as one row of bytes between processes, without a copy of all of them."""
 
 import hashlib
 import math
@@ -13,42 +13,42 @@ from nodekit.training.snapshots.hostcopy import map_tensors
 
 @dataclass(frozen=True)
 class Place:
-    """Stands for a tensor where the rest of a state is sent."""
+    """A placeholder for a tensor in a state that is sent without its tensors."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Of the tensor's values."""
+        """The size of the tensor's values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        """Such a tensor on the CPU, of any content."""
+        """Return an uninitialized tensor of this dtype and shape on the CPU."""
         return torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
 
 def without_tensors(state: Any) -> Any:
-    """The state with a `Place` for each of its dense tensors; others, such as sparse ones, stay."""
+    """Return the state with a `Place` for each of its dense tensors; others, such as sparse ones, stay."""
     return map_tensors(lambda each: Place(each.dtype, tuple(each.shape)) if _is_dense(each) else each, state)
 
 
 def tensors_of(state: Any) -> list[torch.Tensor]:
-    """The dense tensors of a state, in the order in which `with_tensors` takes them."""
+    """Return the dense tensors of a state, in the order in which `with_tensors` takes them."""
     found: list[torch.Tensor] = []
     map_tensors(lambda each: found.append(each) if _is_dense(each) else None, state)
     return found
 
 
 def places_in(rest: Any) -> list[Place]:
-    """The places in what `without_tensors` has returned, in the order of the tensors."""
+    """Return the places in a result of `without_tensors`, in the order of the tensors."""
     found: list[Place] = []
     _in_places(rest, lambda place: found.append(place))
     return found
 
 
 def with_tensors(rest: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """What `without_tensors` has returned, with these tensors in its places."""
+    """Return a result of `without_tensors` with these tensors in its places."""
     following = iter(tensors)
     return _in_places(rest, lambda _: next(following))
 
@@ -63,23 +63,23 @@ class TensorBytes:
     """Reads or writes the bytes of tensors, one after the other, and hashes them on the way."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """`tensors` are dense; those that are written to are on the CPU and contiguous."""
+        """`tensors` must be dense; to `write`, they must also be contiguous and on the CPU."""
         self._parts = [_bytes_of(each) for each in tensors]
         self._hash = hashlib.sha256()
         self._done = 0
 
     @property
     def sha256(self) -> str:
-        """Of what has been read or written so far."""
+        """The SHA-256, in hex, of the bytes read or written so far."""
         return self._hash.hexdigest()
 
     def read(self, into: torch.Tensor) -> None:
-        """Fill a 1-D tensor of uint8 with the bytes that come next."""
+        """Fill a 1-D tensor of uint8 with the next bytes of the tensors."""
         torch.cat([*self._next(len(into))], out=into)
         self._hash.update(into.numpy().data)
 
     def write(self, data: memoryview) -> None:
-        """Take bytes that come next."""
+        """Write the next bytes into the tensors."""
         self._hash.update(data)
         given = torch.frombuffer(data, dtype=torch.uint8)
         for part in self._next(len(given)):
@@ -87,7 +87,7 @@ class TensorBytes:
             given = given[len(part) :]
 
     def _next(self, size: int) -> Iterator[torch.Tensor]:
-        """Views of so many bytes."""
+        """Yield views of the next ``size`` bytes, and advance."""
         start, self._done = self._done, self._done + size
         for part in self._parts:
             if start < len(part) and size:

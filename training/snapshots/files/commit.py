@@ -18,20 +18,21 @@ log = logging.getLogger("nodekit.training")
 T = TypeVar("T")
 
 RETRY_S = 5.0
-"""How long reading is retried: while a file server restarts, or there are no file descriptors."""
+"""How many seconds a read is retried: while a file server restarts, or there are no file descriptors."""
 _PAUSE_S = 0.25
 NOT_FOUND = (FileNotFoundError, NotADirectoryError)
-"""The errors for a file that does not exist. After any other OSError, that is unknown."""
+"""The errors for a file that does not exist. After any other OSError, it is unknown whether the file exists."""
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}", re.ASCII)
-"""Names of files that are being written, or that a kill has left."""
-_writers: dict[Path, threading.Lock] = {}  # folder → taken by the thread of this process that writes there
+"""Matches names of files that are being written, or that a kill has left."""
+# Folder → lock held by the thread of this process that writes there.
+_writers: dict[Path, threading.Lock] = {}
 
 
 def retried(read: Callable[[], T], until_s: float | None = None) -> T:
-    """Return what ``read`` returns, retrying while it raises an OSError other than ``NOT_FOUND``.
+    """Call ``read`` and return its result, retrying while it raises an OSError other than ``NOT_FOUND``.
 
     Args:
-        read: reads something, and may be called again.
+        read: a function that may be called again.
         until_s: give up at this ``time.monotonic()``; None: ``RETRY_S`` from now.
     """
     until_s = time.monotonic() + RETRY_S if until_s is None else until_s
@@ -48,7 +49,7 @@ def retried(read: Callable[[], T], until_s: float | None = None) -> T:
 
 @contextmanager
 def warned(text: str) -> Iterator[None]:
-    """Log an OSError after the text, and go on."""
+    """Log an OSError of the block, after ``text``, instead of raising it."""
     try:
         yield
     except OSError as error:
@@ -57,17 +58,17 @@ def warned(text: str) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path, *, waits: bool = False) -> Iterator[None]:
-    """Let one writer at a time write to ``folder``, of all processes and of this one's threads.
+    """Hold the lock of a folder, so that one thread of one process at a time writes to it.
 
-    There is only one, unless ranks save alone (``save_if_newest``), or an attempt has ended whose last save goes on.
-    Where there are no locks between processes, on some file servers and on Windows, it is one of this process's.
+    There are several writers only if ranks save alone (``save_if_newest``), or an attempt's last save outlasts it.
+    Where processes cannot lock files, on some file servers and on Windows, only threads of this process are kept apart.
 
     Args:
         folder: of snapshots.
-        waits: for another thread of this process as long as it takes, and for no more than some seconds for others.
+        waits: wait for other threads of this process without a limit; otherwise, and for other processes, `RETRY_S`.
 
     Raises:
-        BlockingIOError: another one still does after some seconds.
+        BlockingIOError: another writer still holds the lock then.
     """
     own = _writers.setdefault(folder.resolve(), threading.Lock())
     if not own.acquire(timeout=-1 if waits else RETRY_S):
@@ -91,7 +92,7 @@ def _locked_for_others(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _busy(folder) from None
-        except OSError:  # no locks here: it is no use to try again
+        except OSError:  # the file system has no locks, so do not try again
             pass
 
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -99,7 +100,8 @@ def _locked_for_others(folder: Path) -> Iterator[None]:
         retried(take)
         yield
     finally:
-        with suppress(OSError):  # a data loader's workers, forked meanwhile, have it open too
+        # Closing is not enough: a data loader's workers, forked meanwhile, have the file open too.
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
@@ -110,14 +112,14 @@ def _busy(folder: Path) -> BlockingIOError:
 
 @contextmanager
 def written_beside(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file in ``folder``, mode 0600, which is removed at the end unless it was placed."""
+    """Give the block a new file in ``folder``, mode 0600; it is removed at the end unless `place` has renamed it."""
     temporary = folder / f".tmp-{secrets.token_hex(8)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield temporary, file
     finally:
-        with suppress(OSError):  # the next save removes it; do not hide another error
+        with suppress(OSError):  # the next save removes the file; do not hide another error
             temporary.unlink(missing_ok=True)
 
 
@@ -129,19 +131,19 @@ def place(
     syncs: bool = True,
     last_word: Callable[[], None] = lambda: None,
 ) -> None:
-    """Rename the file to ``name``, in the same folder.
+    """Rename a temporary file to ``name`` in the same folder, replacing a file of that name.
 
     Args:
-        temporary: where it is.
-        file: the same, open.
-        name: new, or that of a file that it replaces.
-        syncs: the file before that, and its name afterwards.
+        temporary: the file's path.
+        file: the same file, open; it is closed.
+        name: without a folder.
+        syncs: sync the file before it is renamed, and the folder afterwards.
         last_word: called right before the renaming; may raise to prevent it.
     """
     file.flush()
     if syncs:
         os.fsync(file.fileno())
-    file.close()  # Windows renames no open file
+    file.close()  # Windows cannot rename an open file
     last_word()
     temporary.replace(temporary.with_name(name))
     if syncs:
@@ -149,8 +151,8 @@ def place(
 
 
 def sync(path: Path) -> None:
-    """Sync a file that this process has written and closed."""
-    file_fd = os.open(path, os.O_RDWR)  # Windows syncs no file that is open for reading alone
+    """Sync a closed file to the disk."""
+    file_fd = os.open(path, os.O_RDWR)  # Windows cannot sync a file that is open for reading only
     try:
         os.fsync(file_fd)
     finally:
@@ -169,9 +171,9 @@ def sync_folder(folder: Path) -> None:
 
 
 class HashingFile:
-    """Hashes and counts what is written to it, for ``torch.save``.
+    """A file for ``torch.save`` that hashes and counts the bytes written to it.
 
-    It raises the first OSError in ``finish``, since torch's C++ code would turn it into an error of its own.
+    The first OSError is raised by ``finish``, since torch's C++ code would turn it into an error of its own.
     """
 
     def __init__(self, file: BinaryIO, error: OSError | None = None) -> None:
@@ -183,7 +185,7 @@ class HashingFile:
         self.sha256 = ""
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of ``data``."""
+        """Write all of ``data``, unless there was an error; never raise an OSError."""
         view = memoryview(data)
         if self._error is None:
             try:
@@ -195,15 +197,15 @@ class HashingFile:
         return view.nbytes
 
     def flush(self) -> None:
-        """Flush the file."""
+        """Flush the file; never raise an OSError."""
         with suppress(OSError):  # finish raises it again
             self._file.flush()
 
     def finish(self) -> None:
-        """Set ``sha256``.
+        """Flush the file and set ``sha256``.
 
         Raises:
-            OSError: something could not be written.
+            OSError: a write has failed.
         """
         if self._error is not None:
             raise self._error

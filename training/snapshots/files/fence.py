@@ -9,7 +9,7 @@ EXIT_FENCED = 144
 """The exit status of a rank whose generation is over: a newer one runs elsewhere, so there is no restart."""
 
 FILE = "fence"
-"""Its name in a snapshot folder: one line, a whole number; generations below it may not commit."""
+"""The fence's file in a snapshot folder: one line, a whole number; generations below it may not commit."""
 
 
 class Fenced(RuntimeError):
@@ -32,10 +32,10 @@ class Fence:
         self._path = folder / FILE
 
     def read(self) -> int:
-        """The lowest generation that may commit; 0 without a fence.
+        """Return the lowest generation that may commit; 0 without a fence.
 
         Raises:
-            OSError: it cannot be read, or is no number: then it is unknown who may commit.
+            OSError: the fence cannot be read, or is not a number: then it is unknown which generation may commit.
         """
         try:
             text = self._path.read_bytes().strip()
@@ -46,17 +46,17 @@ class Fence:
         return int(text)
 
     def check(self, generation: int) -> None:
-        """Do nothing if ``generation`` may commit.
+        """Check that ``generation`` may commit.
 
         Raises:
-            Fenced: it may not.
+            Fenced: ``generation`` is below the fence.
             OSError: see ``read``.
         """
         if generation < (fence := self.read()):
             raise Fenced(generation, fence, str(self._path.parent))
 
     def raise_to(self, generation: int) -> None:
-        """Stop all generations below this one; does nothing if the fence is as high already.
+        """Raise the fence to ``generation``, so that lower ones cannot commit; do nothing if it is as high already.
 
         Raises:
             OSError: the folder cannot be written.
@@ -69,7 +69,7 @@ class Fence:
 
 
 def fence_or_zero(folder: str | os.PathLike[str]) -> int:
-    """``Fence.read`` during the training, which an unreadable fence must not end: 0 then."""
+    """As ``Fence.read``, but return 0 for an unreadable fence, which must not end the training."""
     try:
         return Fence(Path(folder)).read()
     except OSError:  # the next save fails too, and logs it

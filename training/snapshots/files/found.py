@@ -7,7 +7,7 @@ from nodekit.training.snapshots.files.manifest import Loaded, NewerKit
 
 
 class NoneLoads(OSError):
-    """There are snapshots, or may be, and none can be loaded: training must not start at step 0 instead."""
+    """No snapshot can be loaded, though there are or may be some: training must not start at step 0 instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,19 +15,19 @@ class Found:
     """What was found in a snapshot folder."""
 
     loaded: Loaded | None = None
-    """The newest good one."""
+    """The newest snapshot that can be loaded."""
     problems: tuple[str, ...] = ()
-    """Why newer ones, or all, were skipped."""
+    """Why newer snapshots, or all, were skipped."""
     newer_kit: tuple[tuple[int, int], str] | None = None
-    """The newest one that a newer nodekit wrote: its age, and a message."""
+    """(generation, step) of the newest snapshot written by a newer nodekit, and a message."""
 
 
 def check_loss(found: Iterable[Found], newest: tuple[int, int] | None) -> None:
-    """Make sure that resuming from ``newest``, or from nothing, does not lose a snapshot that can still be read.
+    """Make sure that resuming from ``newest``, or from nothing, does not lose a snapshot that could still be used.
 
     Raises:
-        NewerKit: a newer nodekit wrote a newer one.
-        NoneLoads: none can be loaded, though there is one, or may be.
+        NewerKit: a newer nodekit wrote a snapshot newer than ``newest``.
+        NoneLoads: ``newest`` is None, though there are or may be snapshots.
     """
     found = list(found)
     if unknown := [each.newer_kit for each in found if each.newer_kit]:

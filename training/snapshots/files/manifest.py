@@ -1,4 +1,4 @@
-"""The manifest of a committed snapshot, and the snapshot as it is loaded."""
+"""The manifest of a committed snapshot, its verification, and the loading of its payload."""
 
 import hashlib
 import json
@@ -19,11 +19,11 @@ from nodekit.training.snapshots.files.commit import HashingFile
 from nodekit.training.snapshots.hostcopy import is_in_one_piece, map_tensors
 
 MANIFEST = re.compile(r"g(\d{4,})-s(\d{9,})\.json", re.ASCII)
-"""Names of manifests."""
+"""Matches names of manifests."""
 PAYLOAD = re.compile(r"(?P<stem>g(?P<generation>\d{4,})-s\d{9,})-[0-9a-f]{16}\.(?:pt|dcp)", re.ASCII)
-"""Names of payloads: with a hash, since saving a step again must not damage the first one meanwhile.
+"""Matches names of payloads, which end in a hash, since saving a step again must not damage its first snapshot.
 
-A whole one is a file, a sharded one a folder (see ``sharded``).
+The payload of a whole snapshot is a file, that of a sharded one a folder (see ``sharded``).
 """
 
 _FILE = re.compile(rf"{PAYLOAD.pattern}(?:(?<=\.dcp)/(?:__\d+_\d+\.distcp|\.metadata|rest\.pt))?", re.ASCII)
@@ -33,19 +33,19 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Damaged(Exception):
-    """A snapshot does not match its manifest, or the manifest is invalid: reading it again is no use."""
+    """A snapshot does not match its manifest, or the manifest is invalid: reading it again would not help."""
 
 
 class Elsewhere(Exception):
-    """A sharded snapshot is not all in this folder, as it should be: other nodes have the rest."""
+    """A sharded snapshot is only partly in this folder: other nodes have the rest."""
 
 
 class Unloadable(Exception):
-    """A whole snapshot holds what this torch does not load: another one, that wrote it, may."""
+    """This torch refuses to load an intact snapshot: the version that wrote it may load it."""
 
 
 class NewerKit(ValueError):
-    """A snapshot that a newer nodekit wrote: it is neither loaded nor removed."""
+    """A newer nodekit wrote the snapshot: it is neither loaded nor removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,34 +53,34 @@ class Manifest:
     """A committed snapshot and its files."""
 
     generation: int
-    """How often the job had been started again."""
+    """How often the job had been started anew."""
     step: int
     """Optimizer steps done."""
     world_size: int
-    """How many ranks there were."""
+    """The number of ranks that trained the step."""
     sha256: dict[str, str]
-    """File name → SHA-256, in hex; files of a sharded one as ``folder/name``."""
+    """File name → SHA-256, in hex; files of a sharded snapshot as ``folder/name``."""
     size_bytes: dict[str, int]
     """File name → size."""
     saved_at: str
-    """When, ISO 8601, UTC; for people only."""
+    """The time of the save, ISO 8601, UTC; for people only."""
     kept_by: dict[str, list[str]] = field(default_factory=dict)
-    """File name → the nodes that keep it, as text for people; empty where every node's folder has all files."""
+    """File name → the nodes that keep the file, as text for people; empty if every node's folder has all files."""
     attempt: str = ""
-    """Which attempt has made the step (`Made`); "" where the ranks have not drawn a number."""
+    """The number of the attempt that made the step (`Made`); "" if the ranks have not drawn a number."""
 
     @classmethod
     def read(cls, folder: Path, name: str) -> "Manifest":
         """Read the file ``name`` in ``folder``.
 
         Raises:
-            OSError: it cannot be read, and may be whole.
+            OSError: the file cannot be read, and may be intact.
             NewerKit: see ``of``.
-            Damaged: it is invalid.
+            Damaged: the content is invalid.
         """
         data = (folder / name).read_bytes()
         try:
-            return cls.of(data.decode(), name)  # here: a flipped bit may leave no text at all
+            return cls.of(data.decode(), name)  # decode within the try: a flipped bit may be invalid UTF-8
         except NewerKit:
             raise
         except (ValueError, TypeError, AttributeError) as error:
@@ -91,12 +91,12 @@ class Manifest:
         """Parse the content of the file ``name``.
 
         Raises:
-            NewerKit: it has keys that this version does not know.
-            ValueError, TypeError, AttributeError: it is damaged.
+            NewerKit: the content has keys that this version does not know.
+            ValueError, TypeError, AttributeError: the content is damaged.
         """
         values = json.loads(text)
         unknown = sorted(values.keys() - {each.name for each in fields(cls)})
-        # Without all of its own, a flipped bit has made another name of one.
+        # If a required key is missing, a flipped bit has turned its name into the unknown one.
         if unknown and values.keys() >= _REQUIRED:
             raise NewerKit(f"a newer nodekit wrote it (unknown: {', '.join(unknown)})")
         manifest = cls(**values)
@@ -110,7 +110,7 @@ class Manifest:
         return manifest
 
     def to_json(self) -> str:
-        """The content of its file; without the nodes or the attempt if there are none, as older versions read it."""
+        """Return the file's content; empty ``kept_by`` and ``attempt`` are left out, so that older versions read it."""
         values = asdict(self)
         for name in ("kept_by", "attempt"):
             if not values[name]:
@@ -119,22 +119,22 @@ class Manifest:
 
     @property
     def age(self) -> tuple[int, int]:
-        """(generation, step): the greater is the newer."""
+        """(generation, step); a greater one is newer."""
         return self.generation, self.step
 
     @property
     def made(self) -> Made:
-        """Which state it is."""
+        """The identity of the snapshot's state."""
         return Made(self.age, self.attempt)
 
     @property
     def stem(self) -> str:
-        """What the names of its files begin with."""
+        """The beginning of the names of the snapshot's files."""
         return stem_of(self.generation, self.step)
 
     @property
     def name(self) -> str:
-        """Its file's name."""
+        """The name of the manifest's file."""
         return f"{self.stem}.json"
 
     @property
@@ -145,13 +145,13 @@ class Manifest:
 
     @property
     def parts(self) -> dict[str, tuple[str, int]]:
-        """Of a sharded one: the names of the files in its folder → SHA-256 and size."""
+        """Names of the files in a sharded snapshot's folder → SHA-256 and size in bytes."""
         return {
             name.partition("/")[2]: (sha256, self.size_bytes[name]) for name, sha256 in self.sha256.items()
         }
 
     def tell(self, names: Iterable[str]) -> str:
-        """These files of a sharded one, and which nodes keep them."""
+        """Return, as text, these files of a sharded snapshot and the nodes that keep them."""
 
         def nodes(name: str) -> str:
             return f" (kept by {' and '.join(self.kept_by[name])})" if name in self.kept_by else ""
@@ -160,7 +160,7 @@ class Manifest:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it is a folder."""
+        """Whether the payload is a folder of shards."""
         return self.payload.endswith(".dcp")
 
 
@@ -168,11 +168,11 @@ _REQUIRED = {each.name for each in fields(Manifest) if each.default is each.defa
 
 
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
-    """Do nothing if the file ``name`` in ``folder`` is as the manifest says.
+    """Check that the file ``name`` in ``folder`` has the manifest's size and SHA-256.
 
     Raises:
-        Damaged: it is not.
-        OSError: it cannot be read.
+        Damaged: the file has another size or SHA-256.
+        OSError: the file cannot be read.
     """
     what = name.partition("/")[2] or "its payload"
     with (folder / name).open("rb") as file:
@@ -187,10 +187,10 @@ def verify(folder: Path, manifest: Manifest, name: str) -> None:
 
 
 def verify_parts(folder: Path, manifest: Manifest) -> None:
-    """As ``verify``, for all files of a sharded one.
+    """As ``verify``, for all files of a sharded snapshot.
 
     Raises:
-        Elsewhere: some are not here, and other nodes keep them.
+        Elsewhere: some files are not in this folder, and other nodes keep them.
     """
     names = {path.name for path in (folder / manifest.payload).iterdir()} if manifest.kept_by else set()
     if missing := [name for name in manifest.kept_by if name.partition("/")[2] not in names]:
@@ -203,35 +203,35 @@ def verify_parts(folder: Path, manifest: Manifest) -> None:
 
 
 def stem_of(generation: int, step: int) -> str:
-    """What the names of a snapshot's files begin with."""
+    """Return the beginning of the names of a snapshot's files."""
     return f"g{generation:04d}-s{step:09d}"
 
 
 def age_of(name: str) -> tuple[int, int]:
-    """(generation, step), from the name of a manifest."""
+    """Return (generation, step) from the name of a manifest."""
     generation, step = name.removesuffix(".json").split("-")
     return int(generation[1:]), int(step[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A snapshot's state, and where it is from."""
+    """A snapshot's state, and where it was loaded from."""
 
     state: Any
     manifest: Manifest
     source: str
-    """For people: the file, or which rank sent it."""
+    """The file, or the rank that sent the state, as text for people."""
     shards: Path | None = None
-    """The folder with the tensors that ``state`` lacks, with ``leave_shards``."""
+    """The folder with the tensors that ``state`` lacks, with ``leave_shards``; otherwise None."""
     fetch: Callable[[Collection[str]], None] | None = None
-    """Gets the files of these names that other nodes have into ``shards``; every rank calls it."""
+    """Copies files of these names from other nodes to ``shards``; every rank calls it."""
 
 
 def save_payload(state: Any, file: BinaryIO) -> HashingFile:
-    """Write what ``load_payload`` reads, by ``torch.save``; its hash and size.
+    """Write a state for ``load_payload``, by ``torch.save``, and return the finished file with its hash and size.
 
     Raises:
-        OSError: it cannot be written (torch.save would raise a RuntimeError about something else).
+        OSError: the file cannot be written (torch.save alone would raise a misleading RuntimeError).
     """
     payload = HashingFile(file)
     torch.save(state, cast(IO[bytes], payload))
@@ -240,19 +240,23 @@ def save_payload(state: Any, file: BinaryIO) -> HashingFile:
 
 
 def load_payload(file: BinaryIO) -> Any:
-    """Load a payload; never runs code from a pickle."""
+    """Load a payload onto the CPU; code in its pickle is never run.
+
+    Raises:
+        TrainingError: this torch is too old for that (see ``refuse_unsafe``).
+    """
     refuse_unsafe(torch.__version__)
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def map_payload(path: Path) -> Any:
-    """As ``load_payload``, but large tensors stay in the file, and in memory that the processes of a node share.
+    """As ``load_payload``, but map large tensors from the file, into memory that the processes of a node share.
 
-    The disk gets the room of a removed file back when no such tensor is left.
+    The disk space of a removed file is freed only when no such tensor is left.
     """
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
-    # Small ones may be kept for long: an optimizer keeps its count of steps as it is loaded.
+    # Copy small tensors, which may be kept for long: an optimizer keeps its loaded step counters themselves.
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if is_in_one_piece(tensor) and tensor.nbytes < _SMALL_BYTES else tensor
 

@@ -33,7 +33,7 @@ _ALLOWED = {
 
 
 def _member(cls: Any, name: str) -> Enum:
-    """A member of an enumeration, which the first releases of Python 3.11 pickle as ``getattr(cls, name)``."""
+    """Return an enumeration's member; the first releases of Python 3.11 pickle one as ``getattr(cls, name)``."""
     if not isinstance(cls, EnumMeta) or name not in cls.__members__:
         raise ValueError(f"{METADATA} asks for {name} of {cls!r}, which is no member of an enumeration")
     found: Enum = cls[name]
@@ -52,7 +52,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a state's model and optimizer, by their names in the files."""
+    """Return the tensors of a state's model and optimizer, by their names in the files."""
     found = {f"model.{name}": value for name, value in state["model"].items()}
     for number, values in state["optimizer"]["state"].items():
         found.update({f"optimizer.state.{number}.{name}": value for name, value in values.items()})
@@ -60,9 +60,9 @@ def flat(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def rest(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``flat`` leaves out, with None for each tensor, to keep the order of the keys.
+    """Return the state without the tensors of ``flat``: None in their place keeps the order of the keys.
 
-    A weight that is tied to another is in ``tied`` alone: its name → that of the other.
+    A weight that is tied to another one is only in ``tied``: its name → the other's name.
     """
     optimizer = state["optimizer"]
     return {
@@ -76,7 +76,7 @@ def rest(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def assemble(others: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """A state from its ``rest`` and ``flat``."""
+    """Return a state from the results of ``rest`` (``others``) and ``flat`` (``tensors``)."""
     optimizer = others["optimizer"]
     states = {
         number: _filled(values, f"optimizer.state.{number}.", tensors)
@@ -88,12 +88,12 @@ def assemble(others: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def weights(others: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The model's part of a state, without reading the optimizer's."""
+    """Return the model's state dict, without reading the optimizer's tensors."""
     return _model(others, read_whole(folder, "model."))
 
 
 def shapes(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors in their full shapes, on the meta device."""
+    """Return all tensors of a snapshot in their full shapes, on the meta device."""
     return {
         name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
         for name, each in _read_metadata(folder).state_dict_metadata.items()
@@ -101,7 +101,7 @@ def shapes(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_whole(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """All full tensors whose names start with ``prefix``, on the CPU."""
+    """Read all tensors whose names start with ``prefix``, in their full shapes, onto the CPU."""
     tensors = {
         name: torch.empty_like(each, device="cpu")
         for name, each in shapes(folder).items()
@@ -112,17 +112,17 @@ def read_whole(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def read_into(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors from the files; of a DTensor, only this rank's part is read. It is no collective.
+    """Fill tensors from the files; of a DTensor, only this rank's part is read. This is not a collective.
 
     Raises:
-        ValueError, RuntimeError: one of them is not there, or has another shape.
+        ValueError, RuntimeError: a tensor is not in the files, or has another shape there.
     """
     plan, planner, reader = _plan(folder, tensors)
     reader.read_data(plan, planner).wait()
 
 
 def files_of(folder: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """The names of the files that ``read_into`` reads; it raises the same."""
+    """Return the names of the files that ``read_into`` would read; raise the same errors."""
     plan, _, reader = _plan(folder, tensors)
     return {reader.storage_data[each.storage_index].relative_path for each in plan.items}
 
