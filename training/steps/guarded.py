@@ -1,8 +1,8 @@
-"""Updates that nobody waits for, although a rank that is lost must spoil none: NCCL tells nobody of a sum cut short.
+"""Optimizer updates that are launched before their gradients are known to be whole, and skipped if a rank was lost.
 
-To wait for the gradients of each step before its update would leave the GPU without work meanwhile (on an H200 a step
-of 38 ms took 43). So the GPU itself leaves updates out, once this process has left the others, and counts those that it
-makes.
+NCCL does not report an all-reduce that was cut short. To wait for the gradients of each step before its update would
+leave the GPU idle meanwhile (on an H200 a step of 38 ms took 43). So the GPU itself skips updates once this process has
+left the process group, and counts the updates that it makes.
 """
 
 import logging
@@ -19,25 +19,24 @@ from nodekit.training.snapshots.emergency import BufferCopies
 log = logging.getLogger("nodekit.training")
 
 _AHEAD = 4
-"""So many updates may be launched that are not known to be made; a step's sums are read before the next but one's."""
+"""The most updates that may be launched but not known to be made: a step's sums are read two steps later at most."""
 
 
 def can_guard(optimizer: torch.optim.Optimizer, *, scales: bool) -> bool:
-    """Whether the optimizer leaves an update out by a tensor, its ``found_inf``, and nobody else uses that.
+    """Whether a tensor, ``found_inf``, can make the optimizer skip updates, and no ``GradScaler`` (``scales``) uses it.
 
-    torch's own do where they are fused. It is how a ``GradScaler``, if one ``scales``, has them leave one out. Not SGD,
-    whose momentum is whatever was in memory if its first update is left out; nor a class made from them, which may do
-    more in ``step``.
+    That holds for torch's fused Adam and AdamW. It does not for SGD, whose momentum is uninitialized memory if its
+    first update is skipped, nor for derived classes, which may do more in ``step``.
     """
     is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     return is_adam and all(group.get("fused") for group in optimizer.param_groups) and not scales
 
 
 def shared_flag(device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a number, float32, 0, in the host's memory: as the host writes it, and as the device's kernels read it.
+    """Return a float32 scalar, 0, in host memory twice: for the host to write, and for the device's kernels to read.
 
-    So the host tells the device something without a kernel or a copy, for which the driver has no room where a
-    thousand kernels wait for the device. None if the device, or this torch, cannot read the host's memory.
+    The host can then set it without a kernel or a copy, for which the driver has no room while a thousand kernels are
+    queued. Return None if the device, or this torch, cannot read host memory.
     """
     if device.type == "cpu":
         flag = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -51,11 +50,11 @@ def shared_flag(device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | Non
     except (RuntimeError, TypeError, ValueError) as error:
         log.warning("%s cannot read the host's memory: %s", device, error)
         return None
-    return (flag[0], seen[0]) if seen.data_ptr() == flag.data_ptr() else None  # it may have been copied
+    return (flag[0], seen[0]) if seen.data_ptr() == flag.data_ptr() else None  # torch may have made a copy
 
 
 class GuardedUpdates:
-    """As `LastWholeStep`: which step the weights are of, known when this process has left the others."""
+    """As `LastWholeStep`, for launched updates: the step of the weights is found after the process group was left."""
 
     is_known_late = True
 
@@ -65,7 +64,7 @@ class GuardedUpdates:
         optimizer: torch.optim.Optimizer,
         flag: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """No step is whole yet. From now on, the optimizer's updates count; ``flag`` is a `shared_flag`."""
+        """Begin with no whole step, and count the optimizer's updates from now on; ``flag`` is a `shared_flag`."""
         self._has_left, self._seen_to_have_left = flag
         self._left_out = torch.zeros_like(flag[1])
         self._num_made = torch.zeros_like(flag[1], dtype=torch.int64)
@@ -74,36 +73,36 @@ class GuardedUpdates:
         self._copies = deque(BufferCopies(module) for _ in range(_AHEAD))
         self._done: deque[_Done] = deque(maxlen=_AHEAD)
         self.values: Mapping[str, Any] = {}
-        """Those of the step that `found` has returned."""
+        """The values given with the step that `found` has returned."""
         optimizer.found_inf = self._left_out  # type: ignore[attr-defined]
         nccl.before_abort(self._leave_out)
 
     @property
     def newest(self) -> int | None:
-        """The last step that may be whole."""
+        """The last step whose update has been launched; None if there is none."""
         return self._done[-1].step if self._done else None
 
     def next_begins(self) -> None:
-        """The next step's forward pass will change the buffers (batch norm's means): keep them."""
+        """Copy the buffers (batch norm's means): the next step's forward pass will change them."""
         if self._done:
             self._copies.rotate()
             self._copies[0].take()
             self._done[-1].buffers = self._copies[0]
 
     def update_begins(self) -> None:
-        """All that the update needs has been launched before."""
-        # A copy: what another thread sets must not divide an update, which takes several kernels. By a kernel, which
-        # reads the host's memory: for `copy_` both are tensors of the device, and it copies within that.
+        """Launch the kernels that decide whether the update is skipped; its gradients must be launched before."""
+        # Read the flag once per update, since another thread may set it between the update's kernels. Use `mul`, a
+        # kernel that reads host memory: `copy_` takes both for memory of the device.
         torch.mul(self._seen_to_have_left, 1, out=self._left_out)
         self._num_made += 1 - self._left_out.to(torch.int64)
         self._num_begun += 1
 
     def is_done(self, step: int, values: Mapping[str, Any]) -> None:
-        """The update that makes the weights those after ``step`` has been launched."""
+        """Note that the update for ``step`` has been launched, and the values that belong to the step."""
         self._done.append(_Done(step, self._num_begun, values))
 
     def found(self) -> int | None:
-        """The step, with the buffers as they were then; None if none is known. Waits for the GPU."""
+        """Return the step of the weights, and restore its buffers; None if it is not known. Wait for the GPU."""
         if not self._is_known:
             return None
         num_made = int(self._num_made)
@@ -116,11 +115,11 @@ class GuardedUpdates:
         return None
 
     def forget(self) -> None:
-        """From now on, no step is known."""
+        """Forget all steps: `found` returns None from now on."""
         self._is_known = False
 
     def _leave_out(self) -> None:
-        """Before the abort: whatever update the GPU comes to after that is left out."""
+        """Make the GPU skip all updates that it has not begun; called before NCCL is aborted."""
         self._has_left.fill_(1)
 
 
@@ -129,4 +128,4 @@ class _Done:
 
     def __init__(self, step: int, num_begun: int, values: Mapping[str, Any]) -> None:
         self.step, self.num_begun, self.values = step, num_begun, values
-        self.buffers: BufferCopies | None = None  # once another step has begun
+        self.buffers: BufferCopies | None = None  # set once the next step has begun

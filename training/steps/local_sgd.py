@@ -1,4 +1,4 @@
-"""Local SGD: each rank trains by itself for some steps, then all average their weights; for slow networks.
+"""Local SGD: each rank trains by itself for some steps, then all ranks average their weights; for slow networks.
 
 Local SGD (Stich 2018, arXiv:1805.09767) uses the average itself. DiLoCo (Douillard et al. 2023, arXiv:2311.08105) takes
 the difference between the last average and this one for a gradient, and makes a step of SGD with Nesterov momentum.
@@ -16,17 +16,17 @@ from nodekit.training.options.options import Options
 from nodekit.training.world import World
 
 _SYNC_EVERY_S = 2.0
-"""About how often ranks exchange losses, stop requests and due snapshots; each time they wait for the slowest."""
+"""Seconds, roughly, between exchanges of losses, stop requests and due snapshots; each waits for the slowest rank."""
 
 
 class LocalSgd:
-    """After which steps the ranks synchronize, and the averaging."""
+    """Decides after which steps the ranks synchronize, and averages their weights and optimizer states."""
 
     def __init__(self, options: Options, world: World, module: torch.nn.Module, *, step: int) -> None:
         """Start after ``step`` with weights that are the same on all ranks."""
         assert options.local_steps is not None
         self.step_s = 0.0
-        """How long a step has taken since the last sync, on this rank."""
+        """The mean seconds of a step since the last sync, on this rank."""
         self._every, self._world = options.local_steps, world
         self._parameters: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
         self._next_sync, self._last_sync, self._last_sync_s = 0, step, time.monotonic()
@@ -73,9 +73,9 @@ class LocalSgd:
     def average_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the optimizers' state over the ranks, so that one rank's snapshot serves all; all ranks call it.
 
-        An optimizer has no state of a parameter before its first gradient, and in a model with branches that is another
-        step on each rank. Who has none gets the mean of the others': that is right also where an optimizer does not
-        begin with zeros.
+        An optimizer has no state for a parameter before its first gradient, which comes at another step on each rank if
+        the model has branches. A rank without the state gets the mean of the other ranks', which is right also for
+        optimizers whose state does not begin with zeros.
         """
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         own = {
@@ -103,28 +103,28 @@ class LocalSgd:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a snapshot's momentum; a snapshot that was trained without DiLoCo has none."""
         if self._outer is not None and state:
-            groups = self._outer.state_dict()["param_groups"]  # by the options of this run
+            groups = self._outer.state_dict()["param_groups"]  # the settings are those of this run's options
             self._outer.load_state_dict({"state": state["state"], "param_groups": groups})
 
 
 class _Tensor(NamedTuple):
-    """What a tensor is that another rank has."""
+    """Describes a tensor for ranks that have to make one like it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_on_cpu: bool
-    """As the count of steps is, whatever device the parameter is on."""
+    """Whether the tensor is on the CPU, as the count of steps is, whatever the parameter's device."""
 
 
 def _described(value: Any) -> Any:
-    """What of a value in an optimizer's state others need to have one like it."""
+    """Describe a value of an optimizer's state for other ranks: a tensor as a `_Tensor`, others as they are."""
     if isinstance(value, torch.Tensor):
         return _Tensor(tuple(value.shape), value.dtype, value.device.type == "cpu")
     return value
 
 
 def _begun(described: Any, device: torch.device) -> Any:
-    """A value like the one that another rank has; a tensor of zeros, to which that of the others is added."""
+    """Make a value like the described one of another rank; a tensor is of zeros, so that it adds nothing to the sum."""
     if isinstance(described, _Tensor):
         where = torch.device("cpu") if described.is_on_cpu else device
         return torch.zeros(described.shape, dtype=described.dtype, device=where)
@@ -136,8 +136,8 @@ def average_tensors(tensors: list[torch.Tensor], num_ranks: Sequence[int], devic
 
     Args:
         tensors: in the same order on all ranks.
-        num_ranks: by how many ranks' values to divide, for each tensor; all else adds zeros.
-        device: of this rank; NCCL sends no tensors that are on the CPU.
+        num_ranks: for each tensor, the number of ranks that have a value; the other ranks' tensors must be zeros.
+        device: of this rank; NCCL cannot send tensors that are on the CPU.
     """
     send_together(tensors, device, dist.all_reduce)
     if tensors:

@@ -1,4 +1,4 @@
-"""A loss or weights that are not finite (nan, inf): the error that names them, and the watch for a loop of your own."""
+"""Losses or weights that are not finite (nan, inf): the error that names the ranks, and a check for your own loop."""
 
 import math
 import socket
@@ -16,7 +16,7 @@ from nodekit.training.world import World
 Batch = tuple[int, int]
 """The epoch and the offset of a global batch (see `ElasticSampler`)."""
 ENDS = "training ends here"
-"""In the message, if a restart would come to the same step again: then kit's agents do not restart the ranks."""
+"""Part of the error's message if a restart would fail at the same step: kit's agents then do not restart the ranks."""
 _NAMED = 4
 _CURE = (
     "a lower --lr, --clip, more --warmup-steps or --amp bf16 in place of fp16 may help; or look at the samples of that "
@@ -31,11 +31,11 @@ class NotFinite(TrainingError):
         """``what`` is ``loss`` or ``weights``; ``found`` has rank, value and host where it is not finite."""
         self.what, self.step = what, step
         self.ranks = tuple(rank for rank, _, _ in found)
-        """Where it is not finite."""
+        """The ranks on which the loss or weights are not finite."""
         self.value = found[0][1]
-        """What it is on the first of these: nan, inf or -inf."""
+        """The value on the first of these ranks: nan, inf or -inf."""
         self.batches: tuple[Batch, ...] = ()
-        """Those that may be to blame, in kit's own loop."""
+        """The batches that may be the cause; set by kit's own loop only."""
         where = ", ".join(f"rank {rank} ({host})" for rank, _, host in found[:_NAMED])
         where += f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         value = f"is {self.value}" if what == "loss" else f"are not finite ({self.value})"
@@ -54,7 +54,7 @@ class NotFinite(TrainingError):
 
 
 def check_ranks(world: World, what: str, step: int, own: float) -> None:
-    """Raise `NotFinite` on all ranks if the value of any is not finite; all ranks call it."""
+    """Raise `NotFinite` on all ranks if the value of any rank is not finite; all ranks call it."""
     told = world.gather((own, socket.gethostname()))
     if found := [(rank, value, host) for rank, (value, host) in enumerate(told) if not math.isfinite(value)]:
         raise NotFinite(what, step, found)
@@ -69,17 +69,17 @@ def check_loss(
     *,
     weights_differ: bool = False,
 ) -> None:
-    """Raise `NotFinite` if the sum of all ranks' losses is not finite, which all ranks see alike.
+    """Raise `NotFinite` on all ranks if the sum of their losses is not finite; all ranks call it.
 
     Args:
         world: of these ranks.
-        step: whose losses they are.
-        total: the sum; while it is finite, nothing is done.
-        own: this rank's part of it, a scalar.
-        batches: of that step, and of the one before. If no rank's loss is finite, the latter may be to blame, too: its
-            update may have broken the weights.
-        weights_differ: whether the step began with other weights on each rank, as with local SGD: then that update may
-            have broken those of one rank alone.
+        step: of which the losses are.
+        total: the sum of the losses, the same on all ranks.
+        own: this rank's part of the sum, a scalar.
+        batches: of the step, and of the step before. If no rank's loss is finite, the earlier batch may be the cause
+            too: its update may have broken the weights.
+        weights_differ: whether the ranks began the step with different weights, as with local SGD: then the earlier
+            batch may be the cause even if only some ranks' losses are not finite.
     """
     if math.isfinite(total):
         return
@@ -93,7 +93,7 @@ def check_loss(
 
 
 def check_weights(world: World, step: int, module: torch.nn.Module, batch: Batch | None) -> None:
-    """Raise `NotFinite` on all ranks if weights are not finite, as the next loss would show; all ranks call it."""
+    """Raise `NotFinite` on all ranks if weights are not finite, before the next loss shows it; all ranks call it."""
     try:
         check_ranks(world, "weights", step, _greatest(module.parameters()))
     except NotFinite as error:
@@ -102,16 +102,16 @@ def check_weights(world: World, step: int, module: torch.nn.Module, batch: Batch
 
 
 def _greatest(parameters: Iterable[torch.Tensor]) -> float:
-    """Return the greatest absolute value that this rank holds of the parameters: one pass on the device, one wait."""
+    """Return the greatest absolute value in this rank's part of the parameters; wait for the device only once."""
     own = [_local(each).detach() for each in parameters]
     own = [each for each in own if each.is_floating_point() and each.numel()]
     return float(torch.nn.utils.get_total_norm(own, norm_type=math.inf)) if own else 0.0
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """The part that is here: FSDP's DTensor has it in a method, DeepSpeed's stage 3 in an attribute.
+    """Return this rank's part of a parameter: FSDP's DTensor has a method for it, DeepSpeed's stage 3 an attribute.
 
-    DeepSpeed's parts are all of one size: the last ones end with memory that nobody has written.
+    DeepSpeed's parts all have the same size, so the last ones end with uninitialized memory, which is cut off.
     """
     own: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     part: torch.Tensor | None = getattr(own, "ds_tensor", None)
@@ -132,37 +132,37 @@ class LossWatch:
             watch.look(loss, step=step)
         watch.wait()
 
-    All ranks call it. Each call starts a sum over the ranks and reads that of the call before, so `NotFinite` comes one
-    step late, on all ranks in the same call. Until then nothing bad is saved: `Snapshots` refuses a state with nan.
+    All ranks call it. Each call starts a sum over the ranks and reads the sum of the call before, so `NotFinite` comes
+    one step late, on all ranks in the same call. Nothing bad is saved meanwhile: `Snapshots` refuses a state with nan.
     """
 
     def __init__(self, world: World, *, on_nan: str | None = None) -> None:
-        """Nothing is looked at yet.
+        """Begin with no loss.
 
         Args:
             world: its process group must exist.
-            on_nan: in place of ``job.on_nan`` of the inventory. ``stop``: kit does not restart the ranks that end with
-                the error. ``rollback``: it does, as after a crash, unless the caller catches the error.
+            on_nan: in place of ``job.on_nan`` of the inventory. ``stop``: kit does not restart ranks that end with the
+                error. ``rollback``: kit restarts them, as after a crash, unless the caller catches the error.
         """
         self._world, self._on_nan = world, on_nan or world.on_nan
         self._pending: tuple[int, torch.Tensor, Callable[[], list[float]]] | None = None
 
     def look(self, loss: torch.Tensor, *, step: int) -> None:
-        """Look at this rank's loss of a step (any shape); raise for that of the call before.
+        """Start to check this rank's loss of a step (any shape), and finish the check of the call before.
 
         Raises:
-            NotFinite: on all ranks.
+            NotFinite: on all ranks, if a rank's loss in the call before was not finite.
         """
         self.wait()
-        # NaN and infinity times 0 are NaN: one number that is 0 or NaN.
+        # NaN and infinity times 0 are NaN, so the sum is 0 or NaN.
         own = loss.detach().to(sum_dtype(loss.device)).sum()
         self._pending = step, own, self._world.start_sum((own * 0).reshape(1))
 
     def wait(self) -> None:
-        """Raise for the last call, without another one: at the end of the training.
+        """Finish the check of the last call; call it at the end of the training.
 
         Raises:
-            NotFinite: on all ranks.
+            NotFinite: on all ranks, if a rank's loss in the last call was not finite.
         """
         if self._pending is None:
             return

@@ -1,4 +1,4 @@
-"""How a device computes an optimizer's step, whatever device its state was saved on."""
+"""Settings of optimizers that depend on the device, and loading an optimizer's state on another device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,23 +9,24 @@ from nodekit.training.options.options import Options
 from nodekit.training.snapshots.hostcopy import map_tensors
 
 _HOW = ("foreach", "fused", "capturable")
-"""Settings of a parameter group that are about the device, not about the training."""
+"""Settings of a parameter group that depend on the device, not on the training."""
 _OWN = (*_HOW, "lr", "initial_lr")
-"""Those, and what follows from this run's options: with another ``--lr`` a run is to go on with that one."""
+"""Settings that `load_state` does not load: `_HOW`, and the learning rates, which follow from this run's ``--lr``."""
 
 
 def is_fused(options: Options, device: torch.device) -> bool:
-    """Whether torch's own optimizers are to be fused, one kernel for all parameters; on a CPU the curve would change.
+    """Whether torch's own optimizers are to be fused (one kernel for all parameters): on CUDA only.
 
-    With fp16, a fused optimizer unscales the gradients itself, which Fabric and FSDP2 do not support.
+    On a CPU, fused optimizers would change the loss curve. With fp16, they unscale the gradients themselves, which
+    Fabric and FSDP2 do not support.
     """
     return device.type == "cuda" and not (options.amp == "fp16" and options.engine in ("fabric", "fsdp"))
 
 
 def unlike(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> list[str]:
-    """The settings that `load_state` takes from a state dict, where this optimizer has others; a line for each.
+    """Return a line for each setting in which a state dict for `load_state` differs from this optimizer.
 
-    By value, and not by which group has it: a line is for people.
+    Lines are for people: equal ones, from several parameter groups, are listed once.
     """
     found = []
     for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):
@@ -33,7 +34,8 @@ def unlike(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> list[s
             saved = theirs.get(name, value)
             if name in (*_OWN, "params") or isinstance(value, torch.Tensor):
                 continue
-            if saved != value and _shown(saved) != _shown(value):  # a list is as good as a tuple
+            # A list and a tuple of equal values are the same.
+            if saved != value and _shown(saved) != _shown(value):
                 found.append(f"{name} {_shown(saved)} of the snapshot, not {_shown(value)}")
     return [f"the optimizer goes on with {each}" for each in dict.fromkeys(found)]
 
@@ -43,21 +45,20 @@ def _shown(value: Any) -> str:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is_kept: bool = False) -> None:
-    """Load a state dict, as ``optimizer.load_state_dict``, but compute the steps as this optimizer did before.
-
-    It keeps its learning rates, too.
+    """As ``optimizer.load_state_dict``, but keep this optimizer's learning rates and settings for its device.
 
     Args:
         optimizer: with the parameters.
-        state: may be of another device, and in a file (see ``map_payload``).
-        is_kept: the optimizer may keep tensors of the state, since it is soon to be replaced; else they are copied.
+        state: may be from another device, or mapped from a file (see ``map_payload``).
+        is_kept: let the optimizer keep tensors of ``state``, which the caller does not use again; otherwise copy them.
 
     Raises:
-        KeyError, ValueError: it is of another optimizer or model.
+        KeyError, ValueError: the state is of another optimizer or model.
     """
     own, groups = optimizer.param_groups, state["param_groups"]
-    if len(groups) == len(own):  # else torch refuses them
-        for ours, theirs in zip(own, groups, strict=True):  # torch takes any, and fails at the first step
+    if len(groups) == len(own):  # otherwise torch refuses the state
+        # Torch accepts any keys, and fails at the first step.
+        for ours, theirs in zip(own, groups, strict=True):
             numbers = {name for name, value in ours.items() if type(value) in (int, float, tuple)}
             if lacking := sorted(numbers - {"lr", "initial_lr"} - set(theirs)):
                 raise ValueError(
@@ -68,6 +69,6 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is
         groups = [{**group, **each} for group, each in zip(groups, kept, strict=True)]
     values = state["state"]
     if not is_kept and all(each.device.type == "cpu" for group in own for each in group["params"]):
-        # From the CPU to the CPU, torch keeps the tensors as they are.
+        # From CPU to CPU, torch keeps the state's own tensors.
         values = map_tensors(torch.clone, values)
     optimizer.load_state_dict({**state, "state": values, "param_groups": groups})

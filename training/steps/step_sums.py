@@ -1,4 +1,4 @@
-"""What all ranks sum with each step: the losses to report, and numbers by which they decide together."""
+"""Sums over all ranks with each step: the losses to report, and numbers from which all ranks decide alike."""
 
 import math
 import time
@@ -15,17 +15,17 @@ from nodekit.training.process.devices import sum_dtype
 from nodekit.training.world import World
 
 Sums = Callable[[], list[float]]
-"""Waits for sums that are on their way, and returns them."""
+"""Waits for sums that have been started, and returns them."""
 
 LATE_ON = {"cuda"}
 """Devices where the sums of a step may be read after the next step has been launched."""
 LATE_BELOW_S = 1.0
-"""The longest step for which they are: waiting is a small part of longer ones, and a stop must not take one more."""
+"""Sums are read late only if steps are shorter than this: longer ones lose little by a wait, and would delay a stop."""
 
 
 @dataclass(slots=True)
 class Step:
-    """A step that is not reported yet."""
+    """A step whose loss is not reported yet."""
 
     step: int
     loss_sum: float | torch.Tensor
@@ -33,15 +33,19 @@ class Step:
     lr: float
     num_samples: int
     batch: tuple[int, int] = (0, 0)
-    """The epoch and offset of its global batch."""
+    """The epoch and offset of the step's global batch."""
     ended: float = 0.0
-    """Seconds since 1970; 0 while the optimizer steps."""
+    """When the step ended, in seconds since 1970; 0 while the optimizer steps."""
 
 
 def part_of_loss(loss: torch.Tensor, share: float, device: torch.device) -> float | torch.Tensor:
-    """A micro-batch's part of the mean loss: a number on a CPU, else a scalar for which nobody has to wait.
+    """Return a micro-batch's part of the mean loss: a number on a CPU, otherwise a scalar tensor, without waiting.
 
-    On a CPU each of torch's calls between two steps takes 20 to 100 µs: the step has left nothing of it in the caches.
+    On a CPU, numbers are cheaper: each call of torch's between two steps takes 20 to 100 µs, since the step has evicted
+    the caches.
+
+    Raises:
+        TrainingError: the loss is not a scalar tensor.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = (
@@ -58,14 +62,14 @@ def part_of_loss(loss: torch.Tensor, share: float, device: torch.device) -> floa
 
 
 class _Started:
-    """Sums that are on their way."""
+    """Sums that have been started, perhaps not read yet."""
 
     def __init__(self, steps: list[Step], sums_of: Sums) -> None:
         self.steps, self.sums_of = steps, sums_of
         self._sums: list[float] | None = None
 
     def settle(self) -> list[float]:
-        """Wait for them. Once this has returned they count, whatever comes after."""
+        """Wait for the sums and return them; after that, they stay available even if a rank is lost."""
         if self._sums is None:
             sums = self.sums_of()
             nccl.check()
@@ -74,7 +78,7 @@ class _Started:
 
 
 class StepSums:
-    """The sums that are on their way, from which all ranks read the same at the same step."""
+    """Starts sums over the ranks, and reads them such that all ranks get the same sums at the same step."""
 
     def __init__(
         self,
@@ -84,20 +88,20 @@ class StepSums:
         may_be_late: bool,
         is_guarded: bool = False,
     ) -> None:
-        """No sum yet.
+        """Start no sum yet.
 
         Args:
             world: of these ranks.
-            start: what the engine has for this, in place of an all-reduce.
-            may_be_late: whether a decision may take one step more.
-            is_guarded: whether it is known when another rank is lost which updates were made (`GuardedUpdates`).
+            start: the engine's own way to start a sum, in place of an all-reduce.
+            may_be_late: whether decisions may come one step later.
+            is_guarded: whether `GuardedUpdates` tells which updates were made when another rank is lost.
         """
         self.is_late = False
-        """Whether the newest sums are better left until the next step: waiting for them leaves a GPU without work."""
+        """Whether to read the newest sums one step later, since waiting for them now would leave a GPU idle."""
         self._world = world
         self._by_engine = start
-        # A rank that loses another keeps its last step; of one whose sums are on their way, the loss is not known yet,
-        # and the next one's update would come before it.
+        # A rank that loses another keeps its last step, whose loss must be known. Late sums would come after the next
+        # step's update.
         is_kept = world.keeps_steps and (world.world_size > 1 or world.may_stay)
         self._may_be_late = may_be_late and world.device.type in LATE_ON and (is_guarded or not is_kept)
         self._added: list[Step] = []
@@ -105,15 +109,15 @@ class StepSums:
         self._last_s: float | None = None
 
     def __len__(self) -> int:
-        """How many were started and not read."""
+        """The number of sums that were started and not read."""
         return len(self._started)
 
     def add(self, step: Step) -> None:
-        """Let the loss of this step be part of the next sums."""
+        """Add the loss of this step to the next sums."""
         self._added.append(step)
 
     def start(self, numbers: Sequence[float]) -> None:
-        """Start to sum the losses of the steps added, and these numbers; beside the backward pass."""
+        """Start to sum the losses of the added steps, and these numbers, in parallel with the backward pass."""
         now_s = time.monotonic()
         step_s, self._last_s = math.inf if self._last_s is None else now_s - self._last_s, now_s
         sums_of = self._start([each.loss_sum for each in self._added], [step_s, *numbers])
@@ -131,26 +135,26 @@ class StepSums:
         return start_sum(values, self._world.world_size)
 
     def settle(self) -> None:
-        """Wait for the newest sums, unless they may be late: no update is made by a step whose loss is unknown then.
+        """Wait for the newest sums, unless `is_late`, so that no update is made while its step's loss is unknown.
 
-        They were started before the backward pass, so this takes no time.
+        The sums were started before the backward pass, so this takes hardly any time.
         """
         if self._started and not self.is_late:
             self._started[-1].settle()
 
     def read(self, *, but: int = 0) -> Iterator[tuple[list[tuple[Step, float]], list[float]]]:
-        """Wait for all but the newest ``but``: the steps, each with its loss, and the sums of the numbers."""
+        """Wait for all sums but the newest ``but``, and yield each: the steps with their losses, and the other sums."""
         while len(self._started) > but:
             steps, sums = self._started[0].steps, self._started[0].settle()
-            # Not before: of one that the loss of another rank cuts off, `losses_until` may know more.
+            # Pop only now: if the wait fails since a rank is lost, `losses_until` still needs this entry.
             self._started.pop(0)
             step_s, *numbers = sums[len(steps) :]
-            # The ranks' mean, so that all decide alike.
+            # Use the mean over the ranks, so that all ranks decide alike.
             self.is_late = self._may_be_late and step_s / self._world.world_size < LATE_BELOW_S
             yield list(zip(steps, sums, strict=False)), numbers
 
     def losses_until(self, step: int) -> Iterator[tuple[Step, float]]:
-        """The losses not read yet, up to those of a ``step`` of which all has arrived, for a rank that has left."""
+        """Yield the losses not read yet, up to ``step``, whose sums must have arrived; for a rank that has left."""
         for each in self._started:
             if each.steps[-1].step <= step:
                 yield from zip(each.steps, each.sums_of(), strict=False)
