@@ -1,4 +1,4 @@
-"""The engines by name: what each is and what it needs. Imported without torch, for ``--help`` and for `kit`."""
+"""The engines by name, with what each of them needs. Does not import torch, for ``--help`` and for `kit`."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from nodekit.training.errors import TrainingError
 from nodekit.training.process.devices import UNPROVEN
 
 BUILD_HOROVOD = "python -m nodekit.training.engines.build_horovod"
-"""No release of Horovod builds against a current torch, so there is no extra for it."""
+"""The command that builds Horovod: no release builds against a current torch, so nodekit has no extra for it."""
 
 
 class EngineError(TrainingError):
@@ -16,23 +16,23 @@ class EngineError(TrainingError):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What is known of an engine before it is imported."""
+    """Facts about an engine that are needed before it is imported."""
 
     about: str
     """One line for ``--help``."""
     is_alone: bool = False
-    """Whether it is a single process, whatever the number of GPUs."""
+    """Whether the engine is a single process, whatever the number of GPUs."""
     libraries: tuple[str, ...] = ()
-    """The packages that it imports beyond torch."""
+    """The packages that the engine imports beyond torch."""
     imports: tuple[str, ...] = ()
-    """Modules whose import takes a tenth of a second or more, and asks no driver for GPUs: so whoever forks ranks may
-    have them already. DeepSpeed's asks."""
+    """Modules that a process may import before it forks ranks: slow to import (0.1 s or more), and without a query to
+    the GPU driver. DeepSpeed's modules make such a query."""
     reforms: bool = False
-    """Whether its ranks keep their processes and their step when another one is lost (``reform``)."""
+    """Whether ranks keep their processes and their step when another rank is lost (``--on-lost-rank reform``)."""
     is_cpu_only: bool = False
-    """Whether it exchanges tensors on the CPU alone."""
+    """Whether the engine can only exchange tensors on the CPU."""
     fp16_on_cpu: str = ""
-    """What it does with ``--amp fp16`` on a CPU, if that is something else than fp16."""
+    """What the engine does with ``--amp fp16`` on a CPU instead of fp16, as a clause; "" if it uses fp16."""
 
 
 ENGINES = {
@@ -78,13 +78,13 @@ ENGINES = {
         is_alone=True,
     ),
 }
-"""By the name for ``--engine``, the default first."""
+"""Name for ``--engine`` → the engine; the default is first."""
 
 ALONE = tuple(name for name, info in ENGINES.items() if info.is_alone)
 LIBRARIES = tuple(sorted({library for info in ENGINES.values() for library in info.libraries}))
-"""Every package that some engine needs beyond torch."""
+"""All packages that engines need beyond torch."""
 _PACKAGES = {"lightning_fabric": "lightning-fabric", "deepspeed": "'deepspeed>=0.19,<0.20'"}
-"""Library → what pip is to install, where that is not its name alone."""
+"""Library → the requirement for pip, if it is not the library's name."""
 
 
 def refused_on_gpus(name: str) -> str:
@@ -107,7 +107,7 @@ def refused_on_unproven(name: str, device: str) -> str:
 
 
 def lacking(name: str, found: Collection[str]) -> str:
-    """Return which libraries an engine lacks, given those that were found, and how to install them; "" if none."""
+    """Return a message that names the engine's libraries not in ``found``, and how to install them; "" if none."""
     absent = [library for library in ENGINES[name].libraries if library not in found]
     if not absent:
         return ""

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: it prepares the model (DDP on more than one rank), autocasts, scales and clips."""
+"""Hugging Face Accelerate: prepares the model (in DDP if there are several ranks), autocasts, scales and clips."""
 
 import importlib
 import os
@@ -15,21 +15,21 @@ PRECISIONS = {"off": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 def forget_ranks(world: World) -> None:
-    """Have Accelerate learn the ranks from the process group: it keeps those of this process's first one."""
-    # On the CPUs of several nodes it refuses to begin without an address, which the process group has no need of.
+    """Make Accelerate read the ranks from the process group again: it caches those of this process's first group."""
+    # On the CPUs of several nodes, Accelerate refuses to start without an address, though the process group exists.
     os.environ.setdefault("MASTER_ADDR", world.init_method.host or "localhost")
     importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Engine(single.Engine):
-    """accelerate.Accelerator, whose `end_training` is not called: it would end our process group."""
+    """An accelerate.Accelerator; its `end_training` is not called, since it would destroy the process group."""
 
     accelerator: Any
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         accelerate = importlib.import_module("accelerate")
         forget_ranks(self.world)
-        # Its own accumulation stays at 1: `backward` would divide the loss by it, and our weights do that.
+        # Accelerate's own accumulation stays at 1: its `backward` would divide a loss that is weighted already.
         self.accelerator = accelerate.Accelerator(
             cpu=self.world.device.type == "cpu",
             mixed_precision=PRECISIONS[self.options.amp],
@@ -56,6 +56,6 @@ class Engine(single.Engine):
     def update(self, clip: float | None) -> None:
         self.drop_untrained()
         if clip is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), clip)  # which unscales first
+            self.accelerator.clip_grad_norm_(self.model.parameters(), clip)  # unscales first
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """``python -m nodekit.training.engines.build_horovod``: build Horovod's last release for the installed torch.
 
-Its sdist sets C++14, and torch's headers need C++17 or newer: that is changed, and what else is in `_PATCHES`. Run it
-on every node, or once with ``--wheel``, and install the wheel on the others, with the same python and torch.
+Horovod's sdist sets C++14, and torch's headers need C++17 or newer: this script patches that, and more (`_PATCHES`).
+Run it on every node, or once with ``--wheel``, and install the wheel on the others, with the same python and torch.
 """
 
 import argparse
@@ -25,18 +25,18 @@ _DEVICE = "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_cont
 _PATCHES = {
     "CMakeLists.txt": _CMAKE,
     "horovod/torch/CMakeLists.txt": _CMAKE,
-    # It ignores HOROVOD_GLOO_IFACE here, and uses the address of the host's own name: 127.0.1.1, on Debian.
+    # Here Horovod ignores HOROVOD_GLOO_IFACE, and uses the address of the host's own name: 127.0.1.1 on Debian.
     "horovod/common/gloo/gloo_context.cc": (
         _DEVICE,
         f"  device_attr.iface = global_context.gloo_iface_;\n{_DEVICE}",
     ),
-    # With nvcc and a torch for CUDA it would want all of CUDA's toolkit, and kit has it average on the CPU.
+    # With nvcc and a torch for CUDA, it would require the whole CUDA toolkit, though kit uses Horovod on the CPU only.
     "cmake/Modules/FindPytorch.cmake": (
         "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
         "print(False)",
     ),
 }
-"""File → a text that occurs once, and its replacement."""
+"""File → a text that occurs once in it, and the replacement."""
 
 # Without -g, which makes the library three times as large.
 _FLAGS = 'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "{} -DNDEBUG")'
@@ -49,12 +49,12 @@ _ENVIRON = {
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # gloo sets a version that CMake 4 refuses
 }
 _TOOLS = ("g++", "cmake", "make")
-"""Programs, and the names of their packages in Debian."""
+"""Programs that the build needs; Debian's packages have the same names."""
 
 _PERCENT = re.compile(r"\[ *(\d+)%\]")
-"""The progress that make prints."""
+"""Matches the progress that make prints."""
 _NUM_LINES = 20
-"""How many of a failed program's last lines are shown, and of its errors before."""
+"""How many last lines of a failed program are shown, and how many lines about errors before these."""
 
 
 class BuildError(RuntimeError):
@@ -62,7 +62,7 @@ class BuildError(RuntimeError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, and return the exit status."""
+    """Build the wheel and install it, or write it to a folder; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m nodekit.training.engines.build_horovod",
         description=f"Build Horovod {VERSION} for this python and torch, and install it.",
@@ -103,7 +103,7 @@ def check(path: str | None = None) -> None:
         path: where to look for programs (default: ``$PATH``).
 
     Raises:
-        BuildError: names what is missing, and what to install.
+        BuildError: a tool is missing; the message says what to install.
     """
     packages = [tool for tool in _TOOLS if shutil.which(tool, path=path) is None]
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
@@ -119,10 +119,10 @@ def check(path: str | None = None) -> None:
 
 
 def download(folder: Path) -> Path:
-    """Download the pinned version's sdist with pip and unpack it; pip verifies its hash before anything in it runs.
+    """Download the pinned version's sdist with pip, which verifies the hash before any code in it runs, and unpack it.
 
     Raises:
-        BuildError: it cannot be downloaded, or has another hash.
+        BuildError: the sdist cannot be downloaded, or has another hash.
     """
     wanted = folder / "requirements.txt"
     wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
@@ -131,7 +131,7 @@ def download(folder: Path) -> Path:
     )
     _run(f"download horovod {VERSION}", [*from_index, "--dest", str(folder), "--requirement", str(wanted)])
     with tarfile.open(folder / f"horovod-{VERSION}.tar.gz") as archive:
-        # As an attribute, not an argument, which Python 3.11.2, Debian 12's, does not have yet.
+        # Set the attribute, not the argument, which Python 3.11.2 (in Debian 12) does not have yet.
         if hasattr(tarfile, "data_filter"):
             archive.extraction_filter = tarfile.data_filter
         archive.extractall(folder)  # noqa: S202, pip has verified its hash
@@ -142,7 +142,7 @@ def patch(source: Path, *, optimise: bool = True) -> None:
     """Set a newer C++ standard, and fix what does not work on several hosts.
 
     Raises:
-        BuildError: a file is not as expected; nothing is changed then.
+        BuildError: a file is not as expected; no file is changed then.
     """
     texts = {}
     for name, (old, new) in _PATCHES.items():
@@ -153,7 +153,8 @@ def patch(source: Path, *, optimise: bool = True) -> None:
                 "this script is written for another release"
             )
         texts[name] = text.replace(old, new)
-    if not optimise:  # compile several sources as one, which read torch's headers once: a third less work
+    # Compile several sources as one, so that torch's headers are read once: a third less work.
+    if not optimise:
         torch = "horovod/torch/CMakeLists.txt"
         texts[torch] = texts[torch].replace(_CMAKE[1], f"{_CMAKE[1]}\nset(CMAKE_UNITY_BUILD ON)")
     flags = _FLAGS.format("-O3" if optimise else "-O0")
@@ -163,10 +164,10 @@ def patch(source: Path, *, optimise: bool = True) -> None:
 
 
 def build(source: Path, folder: Path) -> Path:
-    """Build the wheel in the folder.
+    """Build the wheel in ``folder``, and return its path.
 
     Raises:
-        BuildError: with the last lines of the compiler's output.
+        BuildError: the build failed; the message has the last lines of the compiler's output.
     """
     jobs = {} if "MAKEFLAGS" in os.environ else {"MAKEFLAGS": f"-j{os.cpu_count() or 1}"}
     argv = _pip("wheel", "--verbose", "--no-deps", "--no-build-isolation", "--no-cache-dir")
@@ -184,7 +185,11 @@ def _pip(command: str, *arguments: str) -> list[str]:
 
 
 def _run(what: str, argv: Sequence[str], *, environ: Mapping[str, str] | None = None) -> None:
-    """Run a program; print what it does, its progress, and, if it fails, why."""
+    """Run a program, and print ``what`` it does and its progress.
+
+    Raises:
+        BuildError: the program failed; the message has its errors and last lines.
+    """
     print(what, flush=True)
     output: list[str] = []
     shown = 0
@@ -213,7 +218,7 @@ def _run(what: str, argv: Sequence[str], *, environ: Mapping[str, str] | None = 
 
 
 def _errors(lines: Sequence[str]) -> list[str]:
-    """The lines with the word error, each with the two after it: there, CMake says what is missing."""
+    """Return the lines with the word error, each with the two after it, in which CMake says what is missing."""
     near = (lines[max(number - 2, 0) : number + 1] for number in range(len(lines)))
     return [each[-1] for each in near if "error" in "".join(each).lower()][:_NUM_LINES]
 

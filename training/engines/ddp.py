@@ -12,7 +12,7 @@ from nodekit.training.engines.gradient_sums import GradientSums
 from nodekit.training.engines.single import AMP_DTYPES
 
 POWER_SGD_FROM = 10
-"""The step from which gradients are sent as low-rank matrices: the first ones differ too much from later ones."""
+"""The step from which gradients are sent as low-rank matrices: those of the first steps differ too much from later."""
 
 
 class Engine(single.Engine):
@@ -21,11 +21,11 @@ class Engine(single.Engine):
     model: DistributedDataParallel
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the module, which sends rank 0's weights to all ranks, unless they have them."""
+        """Wrap the module in DDP, which sends rank 0's weights to all ranks, unless they are alike already."""
         device, options = self.world.device, self.options
         self._sums: GradientSums | None = None
-        # On CPUs alone, since a GPU makes a sum beside its other work; and only where the gradients of each step are
-        # sent as they are, and DDP does not look for what the forward pass has used.
+        # Only on CPUs, since a GPU computes a sum beside its other work; and only if the gradients of each step are
+        # sent uncompressed, and DDP does not search for unused parameters.
         is_plain = options.compress == "off" and not (options.find_unused or options.local_steps)
         takes_more = not isinstance(module, torch.jit.ScriptModule)
         if is_plain and takes_more and device.type == "cpu" and self.world.world_size > 1:
@@ -52,10 +52,10 @@ class Engine(single.Engine):
 
 
 def set_up(model: torch.nn.Module, compress: str) -> None:
-    """Lay out a DistributedDataParallel's buckets and set its ``--compress``; any other module sends no gradients.
+    """Lay out a DistributedDataParallel's buckets and set its ``--compress``; do nothing for any other module.
 
-    From here on it sends no buffers: the loop does, before an update. DDP does so in the next forward pass, and if rank
-    0 is lost between the two, nobody else has its buffers (the means of BatchNorm) of a step that all have made.
+    Afterwards DDP sends no buffers: the loop does, before an update. DDP would do so in the next forward pass, and if
+    rank 0 is lost between the two, no other rank has its buffers (the means of BatchNorm) of a step that all have made.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -76,9 +76,9 @@ def _powersgd(
     state: Any,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP checks this annotation
 ) -> torch.futures.Future[torch.Tensor]:
-    """PowerSGD by torch's hook, one bucket at a time where there is gloo.
+    """Run torch's PowerSGD hook; over gloo, for one bucket at a time.
 
-    It sends two or three messages, the later ones from a thread of gloo's when the earlier have arrived. With two
+    The hook sends two or three messages, the later ones from a thread of gloo's when the earlier have arrived. With two
     buckets in flight, ranks would send in different orders, and mistake one message for another.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -93,7 +93,7 @@ def _average_in_16_bits(
     dtype: torch.dtype,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # likewise
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average in 16 bits, as torch's own hooks do; but torch's hook for bf16 refuses gloo, which supports it."""
+    """Average in 16 bits, as torch's own hooks do; torch's hook for bf16 refuses gloo, although gloo supports bf16."""
     whole = bucket.buffer()
     half = whole.to(dtype).div_(dist.get_world_size())
     work = dist.all_reduce(half, async_op=True)
@@ -105,10 +105,10 @@ def _average_in_16_bits(
 
 
 def lay_out_buckets(model: DistributedDataParallel) -> None:
-    """Make DDP lay out its buckets now, by a backward pass through zeros; before the first step, on all ranks.
+    """Make DDP lay out its buckets now, by a backward pass through zeros; call it on all ranks before the first step.
 
-    DDP does so once, after its first backward pass. Otherwise the first step after a resume would use another layout
-    than the same step of an uninterrupted run, and the sums over three ranks would be rounded differently.
+    By itself, DDP does so after its first backward pass. The first step after a resume would then use another layout
+    than the same step of an uninterrupted run, and sums over three or more ranks would be rounded differently.
     """
     module = model.module
     model.module = _Zeros(module)
@@ -120,22 +120,22 @@ def lay_out_buckets(model: DistributedDataParallel) -> None:
 
 
 class _Zeros(torch.nn.Module):
-    """In place of a model: a sum that has gradients of zeros for all its parameters."""
+    """Stands in for a model: returns a sum whose gradients are zeros for all of the model's parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._trained = [each for each in model.parameters() if each.requires_grad]
-        # Of these DDP takes no dense gradient.
+        # DDP accepts no dense gradients for these.
         self._sparse = {
             each.weight
             for each in model.modules()
             if isinstance(each, torch.nn.Embedding | torch.nn.EmbeddingBag) and each.sparse
         }
-        # DDP sends its module's buffers before each forward pass, unless it is set up by `set_up`.
+        # DDP sends its module's buffers before each forward pass, unless `set_up` has turned that off.
         self.named_buffers = model.named_buffers  # type: ignore[method-assign]
 
     def forward(self, _: torch.Tensor) -> Any:
-        """On a GPU, DDP looks for the first argument that it has moved there: hence one."""
+        """Return the sum; the argument is unused, but on a GPU, DDP needs one that it has moved there."""
         return sum(self._used(each).abs().float().sum() * 0 for each in self._trained)
 
     def _used(self, parameter: torch.Tensor) -> torch.Tensor:

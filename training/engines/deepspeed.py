@@ -1,7 +1,8 @@
-"""DeepSpeed's ZeRO: optimizer state (stage 1), gradients too (2), weights too (3) are spread over the ranks.
+"""DeepSpeed's ZeRO: partitions the optimizer state (stage 1), gradients too (2), weights too (3) over the ranks.
 
-It keeps them in flat partitions of its own. A snapshot's state is gathered from these, and the optimizer's state is
-put back into them, so that a snapshot is the same as any other engine's. Some names below are private: those of 0.19.
+DeepSpeed keeps flat partitions of its own. A snapshot's state is gathered from these, and the optimizer's state is put
+back into them, so that a snapshot is the same as any other engine's. Some names used below are private to DeepSpeed
+0.19.
 """
 
 import copy
@@ -23,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine(single.Engine):
-    """A deepspeed.DeepSpeedEngine that steps when we call it, after any number of micro-batches."""
+    """A deepspeed.DeepSpeedEngine that steps when the loop calls it, after any number of micro-batches."""
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Partition the optimizer's state, and with stage 3 the weights."""
@@ -39,28 +40,28 @@ class Engine(single.Engine):
             )
         self.forwards_together = stage == 3
         before = optimizer.state_dict()["state"]
-        if stage:  # the whole state never gets to the device
+        if stage:  # so that the whole state is never moved to the device; it is restored into the partitions
             optimizer.state.clear()
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._in_partitions = {
             each for group in self._groups for each in group if each.requires_grad and each.numel()
         }
-        # We do not use this: it is compiled for half a minute on the first use, by a compiler that may be missing.
+        # Unused here: on first use, DeepSpeed would compile it for half a minute, by a compiler that may be missing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # The optimizer is ours: with offloading, DeepSpeed would insist on one of its own.
+        # The optimizer is a torch one: with offloading, DeepSpeed would insist on one of its own.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
-        # Its default is room for 500 million gradients, 2 GB on each rank, however many there are.
+        # By default DeepSpeed allocates 500 million gradients, 2 GB on each rank, for any size of model.
         num_parameters = sum(each.numel() for each in module.parameters())
         room = {"reduce_bucket_size": min(max(num_parameters, 1), 500_000_000)}
         config |= {
-            "train_micro_batch_size_per_gpu": 1,  # it is used for statistics only
+            "train_micro_batch_size_per_gpu": 1,  # used for statistics only
             "managed_gradient_accumulation": False,
             "gradient_clipping": options.clip or 0.0,
             "zero_optimization": {**room, **zero, "stage": stage},
             "torch_autocast": {"enabled": options.amp == "bf16", "dtype": "bfloat16"},
             "steps_per_print": config.get("steps_per_print", 10**9),
         }
-        # DeepSpeed insists on it; without a launcher nobody has set it.
+        # DeepSpeed requires LOCAL_RANK, which is not set without a launcher.
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
         if stage == 3:
             _partition(deepspeed, module, config, self.world.device)
@@ -115,13 +116,13 @@ class Engine(single.Engine):
         return {"model": self._parts(), "optimizer": {"state": state, "param_groups": groups}, "scaler": {}}
 
     def _parts(self) -> dict[str, Any]:
-        """The module's state dict, with weights that are gathered when they are needed."""
+        """Return the module's state dict, with a `Gathered` for each partitioned weight."""
         values: dict[str, Any] = dict(self.module.named_buffers(remove_duplicate=False))
         parts = {each: _gathered(each, partial(self._whole, each)) for each in self.module.parameters()}
         values.update(
             (name, parts[each]) for name, each in self.module.named_parameters(remove_duplicate=False)
         )
-        # What is left is modules' extra state.
+        # The remaining values are modules' extra state.
         return {name: values.get(name, value) for name, value in self.module.state_dict().items()}
 
     def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -140,7 +141,7 @@ class Engine(single.Engine):
         return whole
 
     def _flats(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """This rank's flat partitions, each with the number of its parameter group."""
+        """Yield this rank's flat partitions, each with the number of its parameter group."""
         zero = self._engine.optimizer
         if self._stage == 3:
             for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
@@ -149,7 +150,7 @@ class Engine(single.Engine):
             yield from enumerate(zero.single_partition_of_fp32_groups)
 
     def _relink(self) -> None:
-        """Link the state to the parameters: after the first step, DeepSpeed does so for the first group only."""
+        """Link the state to the parameters of all groups: after the first step, DeepSpeed has linked the first only."""
         zero = self._engine.optimizer
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
@@ -157,7 +158,7 @@ class Engine(single.Engine):
     def _put_back(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Restore the optimizer's state into the partitions; the weights were in the module from the start.
 
-        Other engines save none for a parameter that had no gradient yet.
+        Other engines save no state for a parameter that has had no gradient yet.
         """
         utils, base = importlib.import_module("deepspeed.utils"), self._engine.optimizer.optimizer
         steps = self._steps_in(state)
@@ -165,7 +166,7 @@ class Engine(single.Engine):
         for group, flat in self._flats():
             if group not in steps:
                 continue
-            is_fused = base.param_groups[group].get("fused")  # then the device counts the steps
+            is_fused = base.param_groups[group].get("fused")  # a fused optimizer counts steps on the device
             step = torch.tensor(steps[group], device=flat.device if is_fused else None)
             base.state[flat] = {"step": step, **{name: torch.zeros_like(flat) for name in MOMENTS}}
         if self._stage < 3:
@@ -178,13 +179,13 @@ class Engine(single.Engine):
                 if self._stage < 3:
                     utils.safe_set_full_optimizer_state(parameter, value, name)
                     continue
-                # The setter of full values fails if their size is not divisible by the world size.
+                # DeepSpeed's setter of full values fails if their size is not divisible by the world size.
                 size, rank = parameter.ds_tensor.numel(), self.world.rank
                 padded = functional.pad(value.flatten(), (0, size * self.world.world_size - value.numel()))
                 utils.safe_set_local_optimizer_state(parameter, padded[rank * size : (rank + 1) * size], name)
 
     def _steps_in(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-        """Parameter group → the steps that its first member with a state has made."""
+        """Return, for each parameter group, the step count of its first member with a state."""
         steps: dict[int, float] = {}
         groups = (index for index, members in enumerate(self._groups) for _ in members)
         for number, group in enumerate(groups):
@@ -194,7 +195,7 @@ class Engine(single.Engine):
 
 
 def _partition(deepspeed: Any, module: torch.nn.Module, config: dict[str, Any], device: torch.device) -> None:
-    """Partition the weights one after the other: ``initialize`` would first move the whole module to the device."""
+    """Partition the weights one by one: ``initialize`` would first move the whole module to the device."""
     deepspeed.init_distributed(dist_init_required=False)
     deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(config), dtype=torch.float32)
     for owner in module.modules():  # ``initialize`` then leaves the buffers where they are
@@ -207,6 +208,6 @@ def _gathered(parameter: torch.nn.Parameter, gather: Callable[[], torch.Tensor])
 
 
 def _shape(parameter: torch.nn.Parameter) -> torch.Size:
-    """A parameter's own shape: stage 3 leaves the parameter empty, and keeps its shape in an attribute."""
+    """Return a parameter's full shape: stage 3 empties the parameter, and keeps its shape in an attribute."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape

@@ -1,4 +1,4 @@
-"""One process that splits each batch over the GPUs it sees (DataParallel)."""
+"""DataParallel: one process that splits each batch over the GPUs it sees."""
 
 import logging
 
@@ -10,7 +10,7 @@ log = logging.getLogger("nodekit.training")
 
 
 class Engine(single.Engine):
-    """Slower than `ddp`: one interpreter drives all GPUs, and the model is copied to them in every step."""
+    """DataParallel; slower than `ddp`: one interpreter drives all GPUs, and copies the model to them in every step."""
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         log.warning(

@@ -1,4 +1,4 @@
-"""Lightning Fabric: it wraps model and optimizer (DDP on more than one rank), autocasts, scales and clips."""
+"""Lightning Fabric: wraps model and optimizer (in DDP if there are several ranks), autocasts, scales and clips."""
 
 import importlib
 from typing import Any
@@ -13,12 +13,12 @@ PRECISIONS = {"off": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 class Engine(single.Engine):
-    """lightning_fabric.Fabric, which uses the existing process group."""
+    """A lightning_fabric.Fabric that uses the existing process group."""
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         world = self.world
         strategies = importlib.import_module("lightning_fabric.strategies")
-        # Read from RANK when it is imported, which the process may have been that this one is forked from.
+        # Fabric reads RANK on import, which may have been in the process that this one was forked from.
         ranks = importlib.import_module("lightning_fabric.utilities.rank_zero")
         ranks.rank_zero_only.rank = world.rank
         ddp = strategies.DDPStrategy(find_unused_parameters=self.options.find_unused)
@@ -49,14 +49,14 @@ class Engine(single.Engine):
     def update(self, clip: float | None) -> None:
         self.drop_untrained()
         if clip is not None:
-            # It unscales first. Where the norm is not finite, the scaler skips the step.
+            # Fabric unscales first. If the norm is not finite, the scaler skips the step.
             self._fabric.clip_gradients(self.model, self.optimizer, max_norm=clip, error_if_nonfinite=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def _environment(world: World) -> Any:
-    """Tell Fabric the ranks as they are: its own count would be that of nodes with as many ranks each."""
+    """Return a ClusterEnvironment with the actual ranks: Fabric itself assumes equally many ranks on each node."""
     base: Any = importlib.import_module("lightning_fabric.plugins.environments").ClusterEnvironment
 
     class Environment(base):  # type: ignore[misc]  # the base class is known at run time only

@@ -1,4 +1,4 @@
-"""Each rank keeps its part of weights, gradients and optimizer state, and gathers a layer's weights when needed."""
+"""FSDP2: each rank keeps a part of weights, gradients and optimizer state, and gathers a layer's weights on use."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from nodekit.training.steps.optimizers import load_state
 
 
 class Engine(single.Engine):
-    """FSDP2."""
+    """Shards the module by torch's ``fully_shard``."""
 
     forwards_together = True
     _syncs = True  # FSDP's default
@@ -28,12 +28,12 @@ class Engine(single.Engine):
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Shard each member of a ModuleList (a transformer's layers) by itself, and all other parameters together.
 
-        A member that is there twice, or has a weight that is tied to one outside, goes with the others: FSDP2 would
-        untie them.
+        A member that occurs twice, or shares a weight with a module outside, is sharded with the other parameters:
+        FSDP2 would untie such weights.
 
-        The module is on the CPU, and so is the optimizer's state: a layer and a tensor at a time get to the device.
+        Module and optimizer state are on the CPU: only one layer or tensor at a time is moved to the device.
         """
-        # Else the shards would be of different models.
+        # Without this, the ranks' shards would be of different models.
         broadcast_from_first(module.state_dict().values(), self.world.device)
         before = self.optimizer.state_dict()
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -42,7 +42,7 @@ class Engine(single.Engine):
         for layer in _separate_layers(module):
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
-        # The parameters are new ones now.
+        # `fully_shard` has replaced the parameters.
         parameters = dict(module.named_parameters())
         for group, members in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = [parameters[name] for name in members]
@@ -102,7 +102,7 @@ class Engine(single.Engine):
         return {"optimizer": self._plain.state_dict(), "scaler": self.scaler.state_dict()}
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Gather a tensor at a time; only the first rank of each node keeps them."""
+        """Gather one tensor at a time; only the first rank of each node keeps and returns them."""
         parts, tied = self.module.state_dict(), _tied(self.module)
         whole = ((name, _whole(each)) for name, each in parts.items() if name not in tied)
         weights = {name: on_cpu(each) for name, each in whole if self.world.is_first_on_node}
@@ -116,7 +116,7 @@ class Engine(single.Engine):
 
 
 def _separate_layers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of its ModuleLists that share no parameter with anything outside them."""
+    """Return the members of the module's ModuleLists that share no parameter with a module outside them."""
 
     def uses(part: torch.nn.Module) -> Counter[torch.nn.Parameter]:
         return Counter(each for _, each in part.named_parameters(remove_duplicate=False))
@@ -132,7 +132,7 @@ def _separate_layers(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _tied(module: torch.nn.Module) -> dict[str, str]:
-    """The further names of parameters that have several → the first."""
+    """Return, for parameters with several names, each further name → the first one."""
     first: dict[torch.nn.Parameter, str] = {}
     names = (
         (name, first.setdefault(each, name)) for name, each in module.named_parameters(remove_duplicate=False)
@@ -141,7 +141,7 @@ def _tied(module: torch.nn.Module) -> dict[str, str]:
 
 
 def _as_shard(value: Any, parameter: torch.nn.Parameter) -> Any:
-    """This rank's part of a value in a parameter's optimizer state; the step count is the same on all ranks."""
+    """Return this rank's part of a value in a parameter's optimizer state; the step count stays whole."""
     if not (
         isinstance(parameter, DTensor)
         and torch.is_tensor(value)
@@ -164,7 +164,7 @@ def _as_shard(value: Any, parameter: torch.nn.Parameter) -> Any:
 
 
 def _empty_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """An empty tensor like the one that `_as_shard` returns."""
+    """Return an uninitialized tensor like the one that `_as_shard` would return."""
     if isinstance(parameter, DTensor) and whole.shape == parameter.shape and whole.ndim:
         return torch.empty_like(parameter.detach(), dtype=whole.dtype)
     return torch.empty_like(whole, device="cpu")

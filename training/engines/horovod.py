@@ -1,7 +1,7 @@
 """Horovod, over gloo: its threads agree on what to send, and average the gradients of a step.
 
-Its own launcher is not used. The ranks are running already, and so is torch's process group: over that they exchange
-what horovodrun would have put into their environments.
+Horovod's own launcher is not used: the ranks exchange, over torch's process group, the variables that horovodrun would
+have put into their environments.
 """
 
 import atexit
@@ -27,20 +27,20 @@ from nodekit.training.options.options import Options
 from nodekit.training.world import World
 
 _LEAVE_S = 5.0
-"""How long a process waits at its end for the other ranks' threads: one of them may be stopped for good."""
+"""How many seconds a process waits for Horovod's shutdown, which may wait forever for a rank that is stopped."""
 
 _connections: connections.Connections = set()
-"""Of Horovod in the present attempt."""
+"""Horovod's connections of the present attempt."""
 
 _SLOT = ("hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-"""What Horovod has to know of a rank's place."""
+"""The facts about a rank's place that Horovod reads from the environment."""
 
 
 class Engine(single.Engine):
     """Horovod's grouped allreduce, before a step of the plain optimizer."""
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Start Horovod on all ranks, and send rank 0's weights to all."""
+        """Start Horovod on all ranks, and send rank 0's weights to all ranks."""
         self._hvd = _init(self.options, self.world)
         by_name = {"off": self._hvd.Compression.none, "fp16": self._hvd.Compression.fp16}
         self._compression = by_name[self.options.compress]
@@ -48,11 +48,11 @@ class Engine(single.Engine):
         return module
 
     def average(self) -> None:
-        """Once in a step, whatever the number of micro-batches."""
+        """Average the gradients, once in a step, whatever the number of micro-batches."""
         if self.options.local_steps:
             return
         parameters = [each for each in self.module.parameters() if each.requires_grad]
-        # Ranks may differ in which parameters their loss uses. One that no rank uses gets no gradient, as with ddp.
+        # The ranks' losses may use different parameters. A parameter that no rank uses gets no gradient, as with ddp.
         share = torch.tensor([each.grad is not None for each in parameters], dtype=torch.float32)
         grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         sent = [self._compression.compress(_sendable(each)) for each in grads]
@@ -69,7 +69,7 @@ class Engine(single.Engine):
             parameter.grad = grad if ranks else None
 
     def _wait_for(self, handle: Any) -> None:
-        """Wait with a timeout: Horovod's own waiting keeps a core busy, blocks signals, and has no end."""
+        """Wait with a timeout: Horovod's own wait keeps a core busy, blocks signals, and has no timeout."""
         until = time.monotonic() + self.world.timeout_s
         while not self._hvd.poll(handle):
             if time.monotonic() > until:
@@ -81,7 +81,7 @@ class Engine(single.Engine):
 
 
 def _sendable(grad: torch.Tensor) -> torch.Tensor:
-    """A tensor that Horovod can send: not bf16, and contiguous."""
+    """Return a gradient as Horovod can send it: contiguous, and not in bf16."""
     return (grad.float() if grad.dtype == torch.bfloat16 else grad).contiguous()
 
 
@@ -96,7 +96,7 @@ def _init(options: Options, world: World) -> Any:
         ) from error
     if hvd.is_initialized():  # in an earlier attempt, with other ranks
         leaving = _leave(hvd, 1.0)
-        if leaving.is_alive():  # its threads wait for those of the other ranks
+        if leaving.is_alive():  # Horovod's threads wait for those of the other ranks
             connections.shut_down(_connections)
             leaving.join(_LEAVE_S)
         if leaving.is_alive():
@@ -128,7 +128,7 @@ def _init(options: Options, world: World) -> Any:
             hvd.init()
         _connections.clear()
         _connections.update(own)
-        atexit.unregister(ops._basics.shutdown)  # which has no end where another rank's threads have none
+        atexit.unregister(ops._basics.shutdown)  # it would wait without a limit for a rank whose threads hang
         atexit.unregister(_leave)  # of an earlier attempt
         atexit.register(_leave, hvd)
         world.gather(None)  # all ranks have used the server
@@ -136,7 +136,7 @@ def _init(options: Options, world: World) -> Any:
 
 
 def _own_address(options: Options, world: World) -> tuple[str, str]:
-    """The network interface by which the other ranks reach this one, and its address."""
+    """Return the network interface by which the other ranks reach this one, and its IPv4 address."""
     psutil = importlib.import_module("psutil")
     addresses = {
         name: [each.address for each in found if each.family == socket.AF_INET]
@@ -161,12 +161,12 @@ def _own_address(options: Options, world: World) -> tuple[str, str]:
 
 @contextmanager
 def _served(address: str, slots: list[Any]) -> Iterator[int]:
-    """Run Horovod's rendezvous server in a thread of rank 0; yields its port."""
+    """Run Horovod's rendezvous server in a thread of rank 0 during the block; yield its port."""
     http: Any = importlib.import_module("horovod.runner.http.http_server")
 
     class Server(http.RendezvousHTTPServer):  # type: ignore[misc]  # the base class is known at run time only
         def server_bind(self) -> None:
-            # HTTPServer's would look up our host name, which takes seconds without DNS.
+            # HTTPServer's method would look up this host's name, which takes seconds without DNS.
             socketserver.TCPServer.server_bind(self)
 
     with Server((address, 0), http.RendezvousHandler, verbose=0) as server:
@@ -181,7 +181,7 @@ def _served(address: str, slots: list[Any]) -> Iterator[int]:
 
 
 def _leave(hvd: Any, timeout_s: float = _LEAVE_S) -> threading.Thread:
-    """Leave Horovod, so that other ranks do not report an error, in a thread; wait for it no longer than that."""
+    """Shut Horovod down in a thread, so that other ranks report no error; wait for the thread at most ``timeout_s``."""
     leaving = threading.Thread(target=hvd.shutdown, name="horovod-leaves", daemon=True)
     leaving.start()
     leaving.join(timeout_s)

@@ -30,7 +30,7 @@ def check_engine(options: Options, device: str) -> None:
     """Refuse an engine that cannot run on this machine, before any rank waits for another.
 
     Raises:
-        EngineError: a library or compiler is missing, or without a GPU the engine would do something else than asked.
+        EngineError: a library or compiler is missing, or the engine cannot do what the options ask for on this device.
     """
     name = options.engine
     if problem := lacking(name, [each for each in LIBRARIES if importlib.util.find_spec(each) is not None]):
@@ -58,14 +58,14 @@ def check_engine(options: Options, device: str) -> None:
 
 
 def begins_on_cpu(options: Options) -> bool:
-    """Whether the engine gets module and optimizer on the CPU: a device need not have room for the whole of them."""
+    """Whether the engine gets module and optimizer on the CPU, since they may be larger than a device's memory."""
     return options.engine == "fsdp" or (options.engine == "deepspeed" and options.zero != 0)
 
 
 def own_optimizer(
     options: Options, module: "torch.nn.Module", *, fused: bool
 ) -> "torch.optim.Optimizer | None":
-    """The optimizer that ``--deepspeed-config`` names, in place of the task's; None if there is none."""
+    """Return the optimizer that ``--deepspeed-config`` names, in place of the task's; None if it names none."""
     path = options.deepspeed_config
     return make_optimizer(path, module, options.peak_lr, fused=fused) if path else None
 
@@ -82,13 +82,14 @@ def load_engine(
     """Create the engine that the options name, around a module.
 
     Args:
-        options: the command line's.
+        options: of the command line.
         world: this rank's; its process group exists.
-        module: with the initial weights, on the rank's device or on the CPU (``begins_on_cpu``); where ranks differ,
-            rank 0's are used.
+        module: with the initial weights, on the rank's device or on the CPU (``begins_on_cpu``); if the weights differ
+            between ranks, rank 0's are used.
         optimizer: of the module's parameters, with its initial state.
         scaler: the gradient scaler's initial state, if any.
-        are_alike: whether no rank's weights differ, as after all have loaded one snapshot: then they are not sent.
+        are_alike: whether all ranks have the same weights already, as after loading a snapshot, so that rank 0 need not
+            send them.
     """
     made: Engine = importlib.import_module(f"nodekit.training.engines.{options.engine}").Engine(
         options, world, module, optimizer, scaler, are_alike=are_alike

@@ -1,4 +1,4 @@
-"""One process, one device; also the base class of the other engines."""
+"""The engine for one process on one device; also the base class of the other engines."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 
 def autocast(options: Options, device: torch.device) -> AbstractContextManager[Any]:
-    """Compute in the type of ``--amp``, where that is torch's to see to."""
+    """Return torch's autocast for ``--amp``, or a null context for float32."""
     dtype = AMP_DTYPES[options.amp]
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
@@ -49,7 +49,7 @@ class Engine:
             self.scaler.load_state_dict(dict(scaler))
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return what the loss calls in place of the module."""
+        """Return the module that the task's loss is to call; engines wrap the plain one here."""
         return module
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002  # no other ranks
@@ -65,9 +65,9 @@ class Engine:
         pass
 
     def drop_untrained(self) -> None:
-        """Drop the gradients of parameters that the optimizer lacks, before the step's others are clipped.
+        """Drop the gradients of parameters that the optimizer does not train, before the others are clipped.
 
-        They would count in the norm, and add up over the steps, since nobody else clears them.
+        These gradients would count in the norm, and add up over the steps, since the optimizer does not clear them.
         """
         for each in self._untrained:
             each.grad = None
@@ -75,7 +75,7 @@ class Engine:
     def update(self, clip: float | None) -> None:
         self.drop_untrained()
         if clip is not None:
-            self.scaler.unscale_(self.optimizer)  # the norm is that of the gradients themselves
+            self.scaler.unscale_(self.optimizer)  # `clip` limits the norm of the unscaled gradients
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip)
         self.scaler.step(self.optimizer)
         if self.scaler.is_enabled():
@@ -94,6 +94,6 @@ class Engine:
 
 
 def _outside(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of a module's parameters that an optimizer does not train."""
+    """Return the names of a module's parameters that an optimizer does not train."""
     trained = {each for group in optimizer.param_groups for each in group["params"]}
     return [name for name, each in module.named_parameters() if each not in trained]

@@ -1,4 +1,4 @@
-"""The transformers Trainer: it runs the loop of an epoch, and calls us for a step's gradients and at its end."""
+"""The transformers Trainer: runs the loop of an epoch, and calls the engine for a step's gradients and at its end."""
 
 import importlib
 import tempfile
@@ -18,17 +18,17 @@ CHECKPOINTING_METHOD = "gradient_checkpointing_enable"
 
 
 class Engine(accelerate.Engine):
-    """transformers.Trainer on a data set that counts steps; our loop provides the samples and the loss.
+    """A transformers.Trainer on a data set that only counts steps; kit's loop provides the samples and the loss.
 
-    Synchronization, autocast and scaling are those of the Trainer's own Accelerator.
+    Synchronization, autocast and scaling are done by the Trainer's own Accelerator.
     """
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the module itself: the Trainer's DDP around it is known when it first calls us."""
+        """Return the module itself: the Trainer's DDP around it is known at the first call of `gradients`."""
         options, world = self.options, self.world
         transformers = importlib.import_module("transformers")
         accelerate.forget_ranks(world)
-        # The Trainer requires a folder, and leaves it empty.
+        # The Trainer requires an output folder, and leaves it empty.
         self._folder = tempfile.TemporaryDirectory(prefix="nodekit-trainer-")
         own = read_arguments(options.training_args) if options.training_args else {}
         settings: dict[str, Any] = {
@@ -45,7 +45,7 @@ class Engine(accelerate.Engine):
             "save_strategy": "no",
             "eval_strategy": "no",
             "logging_strategy": "no",
-            "logging_nan_inf_filter": False,  # it would wait for the GPU in each step
+            "logging_nan_inf_filter": False,  # the filter would wait for the GPU in each step
             "report_to": "none",
             "disable_tqdm": own.pop("disable_tqdm", True),
         }
@@ -64,29 +64,29 @@ class Engine(accelerate.Engine):
             raise EngineError(
                 f"--training-args {options.training_args}: {type(error).__name__}: {error}"
             ) from error
-        rng.restore(before, world.device)  # it seeds all generators
+        rng.restore(before, world.device)  # the Trainer seeds all generators
         self._trainer.remove_callback(transformers.PrinterCallback)
         self.accelerator = self._trainer.accelerator
         self.scaler = getattr(self.accelerator, "scaler", None) or self.scaler
         return module
 
     def drive(self, num_steps: int, compute: Callable[[], None], end_step: Callable[[], bool]) -> bool:
-        """Train for so many steps in the Trainer's loop; False if it was stopped."""
+        """Train for ``num_steps`` steps in the Trainer's loop; return False if ``end_step`` has stopped it."""
         self._compute, self._end_step, self._is_stopped = compute, end_step, False
         self._trainer.args.max_steps = num_steps
         self._trainer.train()
         return not self._is_stopped
 
     def gradients(self, model: torch.nn.Module) -> None:
-        """Compute a step's gradients, with the loop's own samples, loss and weights; the Trainer calls this."""
-        if model is not self.model:  # its DDP, since the first step
+        """Compute a step's gradients by kit's loop; the Trainer calls this, with the module or its DDP around it."""
+        if model is not self.model:  # in the first step: the Trainer has wrapped the module in DDP
             set_up(model, self.options.compress)
         self.model = model
         self._compute()
         self.drop_untrained()
 
     def step_has_ended(self) -> bool:
-        """Whether to stop; the Trainer calls this at the end of each step."""
+        """End the step in kit's loop, and return whether to stop; the Trainer calls this at the end of each step."""
         self._is_stopped = self._end_step()
         return self._is_stopped
 
@@ -95,7 +95,7 @@ class Engine(accelerate.Engine):
 
 
 def _trainer(transformers: Any, engine: Engine, module: torch.nn.Module, arguments: Any) -> Any:
-    """A Trainer without data, loss and learning rate schedule of its own."""
+    """Return a Trainer that takes steps from the engine, without data, loss and schedule of its own."""
 
     class Driven(transformers.Trainer):  # type: ignore[misc]  # the base class is known at run time only
         def get_train_dataloader(self) -> list[dict[str, int]]:
@@ -110,7 +110,7 @@ def _trainer(transformers: Any, engine: Engine, module: torch.nn.Module, argumen
             return torch.zeros((), device=self.args.device)
 
         def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-            """None: it is for logs only, and reading it would wait for the GPU in each step."""
+            """Return None: the norm is for logs only, and reading it would wait for the GPU in each step."""
 
     class AtStepEnd(transformers.TrainerCallback):  # type: ignore[misc]  # likewise
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
@@ -122,7 +122,7 @@ def _trainer(transformers: Any, engine: Engine, module: torch.nn.Module, argumen
 
 
 class _FixedLr(torch.optim.lr_scheduler.LRScheduler):
-    """Leaves the learning rate to the loop."""
+    """A scheduler that does nothing, since kit's loop sets the learning rate."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
