@@ -1,7 +1,7 @@
 """TensorBoard's curves, written without delaying the training: importing TensorBoard takes a second or more.
 
-A curve continues over restarts, even if rank 0 moves to another node: what that node's files lack is drawn from its
-metrics.jsonl, and points of steps that are done again are removed.
+Curves continue across restarts, even if rank 0 moves to another node: points that this node's files lack are drawn from
+its metrics.jsonl, and points of steps that are done again are removed.
 """
 
 import json
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("nodekit.training")
 
 MOST_DRAWN = 10_000
-"""Lines of the history that are drawn again: each takes 50 µs or more, and TensorBoard shows 1,000 points."""
+"""About the most lines of the history to draw again: each takes 50 µs or more, and TensorBoard shows 1,000 points."""
 _DRAW_EVERY_S = 1.0
-"""Points drawn together take 40 µs each, one by one between steps up to 150."""
+"""Seconds between draws: points drawn together take 40 µs each, one by one between steps up to 150 µs."""
 _FLUSH_EVERY_S = 5
 
 
@@ -41,10 +41,10 @@ class Curves:
 
         Args:
             folder: for the event files; their records from ``first_step`` on are removed.
-            first_step: of the first new point.
+            first_step: the step of the first new point.
             attempt: the current one, ``GENERATION.ROUND``.
             history: metrics.jsonl, with earlier points.
-            history_bytes: how much of it is from before this attempt.
+            history_bytes: the size of its part from before this attempt.
         """
         self._folder = folder
         self._first_step = first_step
@@ -58,7 +58,7 @@ class Curves:
         self._thread.start()
 
     def add(self, values: dict[str, Any]) -> None:
-        """Draw the points of a line of metrics.jsonl: an evaluation's at once, a step's with the next ones."""
+        """Draw the points of a line of metrics.jsonl: an evaluation's at once, a step's together with later ones."""
         self._waiting.append(values)
         now_s = time.monotonic()
         is_time = now_s - self._drawn_s >= _DRAW_EVERY_S or "test" in values
@@ -67,11 +67,11 @@ class Curves:
             self._draw()
 
     def settle(self) -> None:
-        """Wait for the import: in a process forked meanwhile, it would never be completed."""
+        """Wait for the import; call it before a fork, in which a running import would never be completed."""
         self._thread.join()
 
     def close(self) -> None:
-        """Write everything and close the file."""
+        """Draw all queued points and close the file."""
         self.settle()
         self._draw()
         if self._writer is not None:
@@ -89,7 +89,7 @@ class Curves:
             event_files.see_to_a_later_name(self._folder)
             self._writer = SummaryWriter(
                 str(self._folder),
-                purge_step=start,  # for a running TensorBoard, which has read the removed points
+                purge_step=start,  # for a running TensorBoard, which has read the removed points already
                 flush_secs=_FLUSH_EVERY_S,
                 filename_suffix=f".attempt{self._attempt}",
             )
@@ -101,11 +101,11 @@ class Curves:
             self._writer = None
 
     def _start(self) -> int:
-        """The first step from which the folder's files may differ from the history."""
+        """Return the first step from which the folder's files may differ from the history."""
         last = event_files.last_step(self._folder)
         if last is None:
             return 0
-        # Rank 0 has been on another node since: points of steps that it did again were not removed here.
+        # If rank 0 has been on another node since, points of steps that were done again there were not removed here.
         redone = None
         if self._history:
             last_attempt = event_files.last_attempt(self._folder)

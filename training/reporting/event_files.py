@@ -1,4 +1,4 @@
-"""TensorBoard's event files: which steps they hold, and removing steps that will be done again."""
+"""TensorBoard's event files: find the steps they hold, and remove steps that will be done again."""
 
 import mmap
 import os
@@ -9,28 +9,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ATTEMPT = re.compile(r"\.attempt(\d+)\.(\d+)$")  # GENERATION.ROUND
-_HEADER, _FOOTER = 12, 4  # a record: the length of its data and a checksum, the data, a checksum
-_DOUBLE, _VARINT = (
-    0x09,
-    0x10,
-)  # an event begins with field 1, its time, and field 2, its step if that is not 0
+_HEADER, _FOOTER = 12, 4  # bytes of a record before and after its data: length and checksum, and a checksum
+# An event begins with field 1, its time, and field 2, its step if that is not 0.
+_DOUBLE, _VARINT = 0x09, 0x10
 _LATER_S = 2.0
 _PREFIX = ("events", "out", "tfevents")
 
 
 def of(folder: Path) -> list[Path]:
-    """The event files of a folder, in the order in which TensorBoard reads them."""
+    """Return the event files of a folder, in the order in which TensorBoard reads them."""
     return sorted(folder.glob("events.out.tfevents.*"))
 
 
 def last_attempt(folder: Path) -> tuple[int, int]:
-    """The attempt that wrote the newest file; (-1, -1) if its name has none."""
+    """Return the attempt in the newest file's name; (-1, -1) if there is none."""
     found = [_ATTEMPT.search(path.name) for path in of(folder)[-1:]]
     return (int(found[0][1]), int(found[0][2])) if found and found[0] else (-1, -1)
 
 
 def last_step(folder: Path) -> int | None:
-    """The step of the last record; None if no record has a step."""
+    """Return the step of the last record with a step; None if no record has one."""
     for path in reversed(of(folder)):
         steps = [step for _, step in records(path) if step]
         if steps:
@@ -42,7 +40,7 @@ def take_back(folder: Path, step: int) -> None:
     """Cut off records of ``step`` or later, and a record that a kill has truncated.
 
     TensorBoard has an event (``purge_step``) for that, but one of its two readers ignores it. Each file's steps come
-    after those of the files before it: of many, only the last are read.
+    after those of the files before it, so only the last files are read.
     """
     for path in reversed(of(folder)):
         end = earlier = 0
@@ -57,7 +55,7 @@ def take_back(folder: Path, step: int) -> None:
 
 
 def records(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield where each complete record of a file ends, and its step: 0 if it has none."""
+    """Yield the end (as an offset) and the step of each complete record of a file; step 0 if a record has none."""
     if not path.stat().st_size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -83,9 +81,9 @@ def _step(event: bytes) -> int:
 
 
 def see_to_a_later_name(folder: Path) -> None:
-    """Have a new file sort last: TensorBoard reads them by name, which contains the second of creation.
+    """Make sure that a new file sorts last: TensorBoard reads files by name, which has the second of creation.
 
-    That takes a wait of a second; where the clock was set back since, those that are there get earlier names.
+    Wait for the next second if need be. If the clock was set back, rename the existing files to earlier names instead.
     """
     deadline = time.monotonic() + _LATER_S
     files = of(folder)

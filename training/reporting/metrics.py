@@ -1,7 +1,6 @@
 """metrics.jsonl: a line for each step and each evaluation, the same on all nodes, also on nodes that join later.
 
-A run of a million steps has 150 MB of it, and all ranks wait while an attempt begins: what is asked then is read from
-the end of the file.
+The file of a million steps has 150 MB. All ranks wait while an attempt begins, so it is then read from its end.
 """
 
 import logging
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("nodekit.training")
 
 MOST_SENT = 20_000
-"""Lines that a node without the history gets: of a longer history, every n-th step and all evaluations."""
+"""About the most lines sent to a node without the history: of a longer one, every n-th step and all evaluations."""
 
 _COMPARED = 1000
-"""Lines at the end by which two histories are told apart; these are sent whole."""
+"""How many last lines are compared to tell two histories apart; these lines are always sent."""
 _BLOCK_BYTES = 1 << 16
 
 _HEAD = re.compile(rb'\{"step": (\d+), (?:"attempt": "(\d+)\.(\d+)", )?')
@@ -33,22 +32,22 @@ _HEAD = re.compile(rb'\{"step": (\d+), (?:"attempt": "(\d+)\.(\d+)", )?')
 
 @dataclass(frozen=True, order=True, slots=True)
 class Held:
-    """What a node has of the history; the greatest has the most complete one."""
+    """Summarizes a node's history; the greatest one is the most complete."""
 
     last_step: int
-    """At most that of the snapshot, up to which only a node has all lines that was there when it was made."""
+    """The last line's step; lower than the snapshot's on a node that was not there when the snapshot was made."""
     attempt: tuple[int, int]
-    """That of its last line: a node that was absent since then may have steps that were done again."""
+    """The last line's attempt; lower on a node that was absent since, whose steps may have been done again."""
     num_lines: int
-    """At most ``_COMPARED``."""
+    """How many last lines are compared, at most ``_COMPARED``."""
     crc: int
-    """Of so many last lines' steps and attempts only, since times differ between nodes."""
+    """A CRC of these lines' steps and attempts only, since times differ between nodes."""
 
 
 def attempt_of(world: "World") -> str:
-    """``GENERATION.ROUND``, as kit's events have it; all ranks call it.
+    """Return ``GENERATION.ROUND``, as in kit's events; all ranks call it.
 
-    Without kit, the time is in place of the generation: torchrun counts its restarts from 0 in each start.
+    Without kit, the time replaces the generation, since torchrun counts restarts from 0 at each start.
     """
     if world.generation is not None:
         return f"{world.generation}.{world.num_restarts - world.generation}"
@@ -57,7 +56,7 @@ def attempt_of(world: "World") -> str:
 
 
 def finite(values: Any) -> Any:
-    """The values with None for nan and infinity: JSON has neither, and strict readers refuse a file with one."""
+    """Return the values with None for nan and infinity, which JSON lacks: strict readers would refuse the file."""
     if isinstance(values, Mapping):
         return {name: finite(value) for name, value in values.items()}
     if isinstance(values, list | tuple):
@@ -66,19 +65,19 @@ def finite(values: Any) -> Any:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Curve → value, for the points of a line."""
+    """Return the points of a line: name of the curve → value."""
     if "test" in values:
         return {
             f"test/{name}": math.nan if value is None else value for name, value in values["test"].items()
         }
     found = {"train/loss": values["loss"]}
-    if "samples_per_s" in values:  # these change slowly: not every line has them
+    if "samples_per_s" in values:  # not in every line, since it changes slowly, as lr does
         found |= {"train/lr": values["lr"], "train/samples_per_s": values["samples_per_s"]}
     return found
 
 
 def backwards(path: Path, size: int | None = None) -> Iterator[bytes]:
-    """Yield the lines in the first ``size`` bytes (None: all), the last one first; none of a file that is not there."""
+    """Yield the lines in the first ``size`` bytes (None: all), the last one first; none if there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -88,18 +87,18 @@ def backwards(path: Path, size: int | None = None) -> Iterator[bytes]:
             begin = max(0, end - _BLOCK_BYTES)
             file.seek(begin)
             lines = (file.read(end - begin) + rest).splitlines(keepends=True)
-            rest = lines.pop(0) if begin else b""  # it may begin before
+            rest = lines.pop(0) if begin else b""  # this line may begin in an earlier block
             yield from reversed(lines)
             end = begin
 
 
 def _last(lines: Iterator[bytes], is_wanted: Callable[[bytes], bool]) -> list[bytes]:
-    """Those up to the first that is not, in the order of the file."""
+    """Return the leading wanted ones of ``lines``, which come backwards, in the order of the file."""
     return list(takewhile(is_wanted, lines))[::-1]
 
 
 def take_back(path: Path, step: int, *, is_evaluated: bool) -> None:
-    """Cut off the lines after ``step``, and the evaluation at it unless that ``is_evaluated`` for good."""
+    """Cut off the lines after ``step``, and the evaluation at ``step`` unless it ``is_evaluated`` already."""
     cut = _last(backwards(path), lambda line: not _is_kept(line, step, is_evaluated=is_evaluated))
     if cut:
         os.truncate(path, path.stat().st_size - sum(map(len, cut)))
@@ -113,7 +112,7 @@ def _is_kept(line: bytes, step: int, *, is_evaluated: bool) -> bool:
 
 
 def agree(path: Path, world: "World") -> None:
-    """Give every node the same history; all ranks call it, after `take_back` by the first of each node.
+    """Give every node the same history; all ranks call it, after `take_back` by the first rank of each node.
 
     A node that joined late lacks lines, and one that was absent has lines of steps that were done again.
     """
@@ -121,7 +120,7 @@ def agree(path: Path, world: "World") -> None:
     if world.is_first_on_node:
         try:
             own = held(path)
-        except OSError as error:  # raised, it would keep the others waiting
+        except OSError as error:  # do not raise: the other ranks would wait for this one
             log.warning("%s is not compared with the other nodes': %s", path, error)
     offers = world.gather(own)
     best = max((offer for offer in offers if offer is not None), default=None)
@@ -141,7 +140,7 @@ def agree(path: Path, world: "World") -> None:
 
 
 def held(path: Path) -> Held:
-    """Summarize a history."""
+    """Return the summary of a history."""
     heads = [head for line in islice(backwards(path), _COMPARED) if (head := _HEAD.match(line))]
     if not heads:
         return Held(0, (-1, -1), 0, 0)
@@ -150,7 +149,7 @@ def held(path: Path) -> Held:
 
 
 def thinned(lines: Sequence[bytes], most: int, *, whole: int = 1) -> list[bytes]:
-    """About ``most`` of the lines: every n-th step's, all evaluations, and the last ``whole``."""
+    """Return about ``most`` of the lines: every n-th line, all evaluations, and the last ``whole`` lines."""
     every = -(-len(lines) // most)
     if every <= 1:
         return list(lines)
@@ -163,7 +162,7 @@ def thinned(lines: Sequence[bytes], most: int, *, whole: int = 1) -> list[bytes]
 
 
 def first_after(path: Path, size: int, attempt: tuple[int, int]) -> int | None:
-    """The first step of an attempt after this one; ``size`` as in `backwards`."""
+    """Return the first step of the attempts after ``attempt``, or None; ``size`` as in `backwards`."""
     found = None
     for line in backwards(path, size):
         if (head := _HEAD.match(line)) is not None:
@@ -174,13 +173,13 @@ def first_after(path: Path, size: int, attempt: tuple[int, int]) -> int | None:
 
 
 def read(path: Path, size: int) -> list[bytes]:
-    """The lines in the first ``size`` bytes."""
+    """Return the lines in the first ``size`` bytes."""
     with path.open("rb") as file:
         return file.read(size).splitlines(keepends=True)
 
 
 def from_step(path: Path, size: int, step: int) -> list[bytes]:
-    """The lines of steps from ``step`` on; ``size`` as in `backwards`."""
+    """Return the lines of steps from ``step`` on; ``size`` as in `backwards`."""
     lines = _last(
         backwards(path, size), lambda line: not ((head := _HEAD.match(line)) and int(head[1]) < step)
     )
@@ -188,7 +187,7 @@ def from_step(path: Path, size: int, step: int) -> list[bytes]:
 
 
 def _attempt(head: "re.Match[bytes]") -> tuple[int, int]:
-    """The attempt of a line; (-1, -1) for a line of an older kit, which has none."""
+    """Return the attempt of a line; (-1, -1) if an older kit wrote the line, without an attempt."""
     return (int(head[2]), int(head[3])) if head[2] else (-1, -1)
 
 

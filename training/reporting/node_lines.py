@@ -1,4 +1,4 @@
-"""What each node prints at its start and end in a run that kit does not show: who it waits for, what is where."""
+"""Lines that each node prints in a run without kit: the ranks it waits for, and where output and weights are."""
 
 import socket
 from pathlib import Path
@@ -8,7 +8,7 @@ from nodekit.training.world import World
 
 
 def start(world: World, folder: Path, *, engine: str) -> str:
-    """The line before the ranks meet; the first rank of each node prints it."""
+    """Return the line before the rendezvous; the first rank of each node prints it."""
     ranks = _ranks(world.rank, world.local_world_size)
     device = world.device.type
     if device != "cpu":
@@ -18,12 +18,12 @@ def start(world: World, folder: Path, *, engine: str) -> str:
 
 
 def met(world: World) -> str:
-    """The line when all ranks are there; "" if there were none to wait for on other nodes."""
+    """Return the line after the rendezvous; "" if there are no ranks on other nodes."""
     return f"{_node(world)}: all {world.world_size} ranks are there" if _waits(world) else ""
 
 
 def end(world: World, folder: Path, *, exit_status: int, early_stop: int | None = None) -> str:
-    """The line at the end; the first rank of each node prints it. "" if there is nothing to go on from."""
+    """Return the line at the end, printed by the first rank of each node; "" after a failure without a snapshot."""
     if exit_status == 0:
         best = f"the best weights are in {folder / 'best'}, " if (folder / "best").is_dir() else ""
         text = f"{best}the last in {folder / 'last'}"
@@ -37,7 +37,7 @@ def end(world: World, folder: Path, *, exit_status: int, early_stop: int | None 
     snapshots = world.snapshot_dir or folder / "snapshots"
     if not any(snapshots.glob("g*.json")):
         return ""
-    # What was refused, as too few --epochs, would be refused again.
+    # After a failure, the same command may fail again unless the cause is fixed, such as too few --epochs.
     when = "when what is said above is mended, " if exit_status == 1 else ""
     return f"{_node(world)}: the newest snapshot is in {snapshots}: {when}the same command goes on from there"
 

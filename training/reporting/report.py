@@ -1,4 +1,4 @@
-"""What a run reports: progress, metrics.jsonl, result.json, TensorBoard and kit's progress file."""
+"""The reports of a run: printed lines, metrics.jsonl, result.json, TensorBoard and kit's progress file."""
 
 import json
 import logging
@@ -27,16 +27,16 @@ _LINE_EVERY_S = 5.0
 _PROGRESS_EVERY_S = 0.5
 _PROGRESS_BYTES = 80
 _POINT_EVERY_S, _POINT_EVERY = 0.05, 1 / 50
-"""Quicker steps are not all drawn, and fewer the longer an attempt lasts (one in this part of it), but two a second.
+"""The least seconds from one drawn step to the next, and the same as a fraction of the attempt's duration so far.
 
-A point costs 50 to 200 µs, TensorBoard shows 1,000, and metrics.jsonl has all.
+Two points a second are always drawn. A point costs 50 to 200 µs, TensorBoard shows 1,000, and metrics.jsonl has all.
 """
 _SLOW_CURVES_EVERY_S = 0.5
-"""For values that change slowly: learning rate and throughput."""
+"""Seconds between points of values that change slowly: learning rate and throughput."""
 
 
 class Report:
-    """Rank 0 prints and draws, each node's first rank writes the metrics, every rank reports its step to kit."""
+    """Prints and draws on rank 0, writes metrics on each node's first rank, and reports every rank's step to kit."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class Report:
         track: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Continue after ``step``: what was written about later steps is removed, since they are done again.
+        """Continue after ``step``: lines about later steps are removed, since these steps are done again.
 
         Args:
             world: which rank this is.
-            folder: of this node.
-            step: the last that is done.
+            folder: this node's output folder.
+            step: the last step that is done.
             total_steps: of the whole training.
             is_evaluated: whether the evaluation at ``step`` is done.
-            track: also send to this service (``trackers.TRACKERS``).
+            track: a service that also gets the metrics (``trackers.TRACKERS``).
             settings: of the run, for that service.
         """
         self._world = world
@@ -70,7 +70,7 @@ class Report:
         self._num_samples = 0
         self.first_step_s: float | None = None
         """Seconds from the start of the process to the end of its first step; None if unknown or in a later attempt."""
-        self._timed_from_s: float | None = None  # when the current step began; None in the first one
+        self._timed_from_s: float | None = None  # when the current step began; None in the first step
         self._timed_s = 0.0
         self._timed_samples = 0
         self._is_warm = False  # whether there was an evaluation
@@ -100,7 +100,7 @@ class Report:
         for each in (self._bar, self._curves, self._metrics, self._progress):
             if each is not None:
                 each.close()
-        # A rank that fails may still wait for its snapshot, and report that it is alive.
+        # A failed rank that still waits for its snapshot may call `alive`.
         self._progress = None
         if self._tracker is not None:
             self._tracker.close(is_trained=self._is_trained)
@@ -115,13 +115,22 @@ class Report:
             print(text, flush=True)
 
     def step(self, step: int, *, epoch: int, loss: float, lr: float, num_samples: int, ended: float) -> None:
-        """Report a step: ``num_samples`` over all ranks, their mean ``loss``, and when it ``ended`` (since 1970)."""
+        """Report a step.
+
+        Args:
+            step: its number.
+            epoch: from 1.
+            loss: the mean over the step's samples.
+            lr: the learning rate.
+            num_samples: over all ranks.
+            ended: when the step ended, in seconds since 1970.
+        """
         now = time.monotonic()
         if self._timed_from_s is not None:
             self._timed_s += now - self._timed_from_s
             self._timed_samples += num_samples
             self._timed_from_s = now
-        if step == self._total_steps:  # before the last snapshot, which needs memory of its own
+        if step == self._total_steps:  # measure before the last snapshot, which needs memory of its own
             self._peak_memory_bytes = _peak_memory_bytes(self._world.device)
         if self._num_samples == 0:
             if self._world.is_first_on_node:
@@ -145,7 +154,7 @@ class Report:
                 f"step {step}/{self._total_steps} {self._progress_text} lr {lr:.3g} {rate:.0f} samples/s"
             )
         if self._world.is_first_on_node:
-            # By the time it ended: with local SGD, many steps are reported at once.
+            # Use the time at which the step ended: with local SGD, many steps are reported at once.
             point_every_s = max(
                 _POINT_EVERY_S, min(_SLOW_CURVES_EVERY_S, (now - self._started) * _POINT_EVERY)
             )
@@ -158,7 +167,7 @@ class Report:
                     self._last_slow_curves = now
                     values["samples_per_s"] = rate
                 self._keep(values)
-            else:  # as JSON, in less time than its encoder takes: these are text and finite numbers
+            else:  # write JSON without its encoder, which is slower: these are plain text and finite numbers
                 self._write(
                     f'{{"step": {step}, "attempt": "{self._attempt}", "epoch": {epoch}, "loss": {loss!r}, '
                     f'"lr": {lr!r}, "time": {ended!r}}}'
@@ -171,20 +180,21 @@ class Report:
         return "" if self._epoch_and_loss is None else "epoch {} loss {:.4f}".format(*self._epoch_and_loss)
 
     def leave_out(self) -> None:
-        """Do not count the time since the last step, which was an evaluation or a snapshot."""
+        """Leave the time since the last step, an evaluation or a snapshot, out of the throughput."""
         if self._timed_from_s is not None:
             self._timed_from_s = time.monotonic()
 
     def costs(self) -> dict[str, float | None]:
-        """Throughput and memory of the training, after the last step; all ranks call it.
+        """Return throughput and memory of the training, after the last step; all ranks call it.
 
         ``samples_per_s`` is over all ranks, by rank 0's clock, without evaluations and pauses for snapshots, and
         without the time before the first evaluation, or before the end of the first step if there was one evaluation
-        only. ``peak_memory_bytes`` is of the rank that needed most until the end of the last step: on a GPU what torch
-        had in use there, else all of the process's memory. None if unknown.
+        only. ``peak_memory_bytes`` is the largest of all ranks until the end of the last step: on a GPU the memory that
+        torch used there, otherwise the process's memory. A value is None if unknown.
         """
         rate = self._timed_samples / self._timed_s if self._timed_s else None
-        peak = self._peak_memory_bytes or _peak_memory_bytes(self._world.device)  # now, if it has ended early
+        # Measured now if it ended early.
+        peak = self._peak_memory_bytes or _peak_memory_bytes(self._world.device)
         rates, peaks = zip(*self._world.gather((rate, peak)), strict=True)
         return {"samples_per_s": rates[0], "peak_memory_bytes": max(filter(None, peaks), default=None)}
 
@@ -209,7 +219,7 @@ class Report:
             self._progress = None
 
     def settle(self) -> None:
-        """Wait for imports in threads, before processes are forked."""
+        """Wait for imports in threads; call it before processes are forked."""
         if self._curves is not None:
             self._curves.settle()
 
@@ -219,14 +229,14 @@ class Report:
         """Report the means over all test samples.
 
         Args:
-            step: after which they were measured.
+            step: the last step before the evaluation.
             epoch: from 1.
             means: by the measure's name.
             when: printed before the step's number.
-            best: the measure by which they are the best so far, if they are.
+            best: the measure by which the means are the best so far; "" if they are not.
         """
         if not self._is_warm and step < self._total_steps:
-            # Until now the import of TensorBoard has competed with the steps for the cores.
+            # Measure throughput from here: until now, TensorBoard's import may have competed for the cores.
             self._timed_s, self._timed_samples = 0.0, 0
         self._is_warm = True
         if self._world.is_first_on_node:
@@ -239,7 +249,7 @@ class Report:
         self.say(f"{when} {step}/{self._total_steps}: test {shown}{mark}")
 
     def result(self, values: dict[str, Any]) -> None:
-        """Write the result of a run that is trained to its end; one that made no step leaves what it found."""
+        """Write result.json at the end of the training; if this start made no step, keep an existing result."""
         self._is_trained = True
         made_steps = values["steps"] > values["resumed_at_step"]
         if self._world.is_first_on_node and (made_steps or self._steps_of_result() != values["steps"]):
@@ -248,11 +258,11 @@ class Report:
                 text = json.dumps(metrics.finite(values), indent=1)
                 beside.write_text(f"{text}\n", encoding="utf-8")
                 beside.replace(self._folder / "result.json")
-            except OSError as error:  # the weights are in the last snapshot
+            except OSError as error:  # only logged: the weights are in the last snapshot
                 log.warning("%s is not written: %s", self._folder / "result.json", error)
 
     def _steps_of_result(self) -> int | None:
-        """How many steps the run had made that result.json is of; None if there is none."""
+        """Return the number of steps in result.json; None if there is no such file."""
         try:
             found = json.loads((self._folder / "result.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -260,7 +270,7 @@ class Report:
         return found.get("steps") if isinstance(found, dict) else None
 
     def _open_metrics(self, step: int, *, is_evaluated: bool) -> None:
-        """Continue metrics.jsonl after ``step``, the same on all nodes; all ranks call it."""
+        """Open metrics.jsonl to continue after ``step``, with the same lines on all nodes; all ranks call it."""
         path = self._history
         is_there = False
         self._attempt = metrics.attempt_of(self._world)
@@ -283,7 +293,7 @@ class Report:
     def _write(self, line: str) -> None:
         """Write a line of metrics.jsonl."""
         if self._metrics is not None:
-            try:  # not buffered: a kill may come at any time
+            try:  # unbuffered, since a kill may come at any time
                 self._metrics.write(f"{line}\n".encode())
             except OSError as error:  # a full disk must not end the training
                 log.warning("%s is no longer written: %s", self._metrics.name, error)
@@ -304,7 +314,7 @@ class Report:
             )
         self._curves.add(values)
         if self._tracker is not None and ("test" in values or "samples_per_s" in values):
-            self._tracker.add(values)  # two points a second are enough for a service
+            self._tracker.add(values)  # at most two steps a second, which is enough for a service
 
     def _start_tracker(self, service: str, settings: Mapping[str, Any]) -> Tracker | None:
         try:
@@ -316,12 +326,12 @@ class Report:
                 history=self._history,
                 history_bytes=self._history_bytes,
             )
-        except OSError as error:  # that no process can be started must not end the training
+        except OSError as error:  # a process that cannot be started must not end the training
             log.warning("nothing is tracked: %s", error)
             return None
 
     def _tracked_id(self) -> str:
-        """The run's id at a service: kit's; else one of this folder's own, since other machines have its name too."""
+        """Return the run's id for a service: kit's, or one made for this folder, whose name is not unique."""
         if self._world.is_by_kit and self._world.run_id:
             return self._world.run_id
         path = self._folder / ".track-id"
@@ -341,7 +351,7 @@ class Report:
 
 
 def _process_age_s() -> float | None:
-    """Seconds since this process was started; None on a system without /proc."""
+    """Return the seconds since this process was started; None on a system without /proc."""
     try:
         if by_kit := os.environ.get("NODEKIT_STARTED"):  # the process may have waited for its start
             return time.clock_gettime(time.CLOCK_BOOTTIME) - float(by_kit)
@@ -353,7 +363,7 @@ def _process_age_s() -> float | None:
 
 
 def _peak_memory_bytes(device: torch.device) -> int | None:
-    """The most that torch has used on one GPU, or this process altogether; None on a system without /proc."""
+    """Return the peak memory of torch on one device, or of this process on a CPU; None on a system without /proc."""
     if device.type != "cpu":
         module = module_of(device.type)
         return int(max(map(module.max_memory_allocated, range(module.device_count()))))
@@ -361,6 +371,6 @@ def _peak_memory_bytes(device: torch.device) -> int | None:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return None
-    # Not getrusage's, which includes the process that this one was forked from.
+    # Not by getrusage, whose peak includes that of the process that this one was forked from.
     (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
     return int(kib) * 1024

@@ -1,4 +1,4 @@
-"""Events of a rank for kit (docs/events.md)."""
+"""Write events of a rank for kit (docs/events.md)."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ log = logging.getLogger("nodekit.training")
 
 
 def tell(world: World, kind: str, *, step: int, **fields: Any) -> None:
-    """Write an event for kit; does nothing without kit."""
+    """Write an event for kit; do nothing without kit."""
     if world.events_file is None:
         return
     line = json.dumps({"kind": kind, "step": step, "time": time.time(), **fields}).encode() + b"\n"
@@ -22,5 +22,5 @@ def tell(world: World, kind: str, *, step: int, **fields: Any) -> None:
             os.write(handle, line)
         finally:
             os.close(handle)
-    except OSError as error:  # events are for people, and nothing depends on them
+    except OSError as error:  # only logged: events are for people, and nothing depends on them
         log.warning("%s is not written: %s", world.events_file, error)

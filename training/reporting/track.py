@@ -1,7 +1,7 @@
-"""Sends to W&B or MLflow what rank 0 writes to this program's stdin (`trackers.py`).
+"""A program that sends the metrics that rank 0 writes to its stdin to W&B or MLflow (see `trackers.py`).
 
-All restarts are one run: the service is asked for its last step, gets the later lines of metrics.jsonl, and of steps
-that are done again keeps the first values, since neither service can replace any. An error is printed once.
+All restarts are one run: this asks the service for its last step and sends the later lines of metrics.jsonl. For steps
+that are done again, the service keeps the first values, since neither service can replace any. Errors are printed once.
 """
 
 import json
@@ -20,7 +20,7 @@ from nodekit.training.reporting.trackers import TRACKERS
 
 INIT_S = 60.0
 MOST_SENT_LATER = 2_000
-"""Lines of the history that a service gets at the start."""
+"""About the most lines of the history that a service gets at the start."""
 _EVERY_S = 1.0
 _MOST_KEPT = 50_000
 _NOTE = ".tracked.json"
@@ -30,17 +30,17 @@ class Service(Protocol):
     """A run that is open at a service."""
 
     def reached(self) -> tuple[int, int]:
-        """The last step, and that of an evaluation, that the service has; -1 if it has none, or cannot tell."""
+        """Return the last step and the last evaluation's step at the service; -1 if it has none or does not know."""
 
     def send(self, lines: Sequence[dict[str, Any]]) -> None:
         """Send points, in the order of steps."""
 
     def close(self, *, is_trained: bool) -> None:
-        """Close the run: it is finished, or will be resumed later."""
+        """Close the run: as finished if ``is_trained``, otherwise so that it can be resumed later."""
 
 
 class Wandb:
-    """Weights & Biases, as its environment variables say (``WANDB_API_KEY``, ``WANDB_PROJECT``, ``WANDB_MODE`` …)."""
+    """Weights & Biases, configured by its own variables (``WANDB_API_KEY``, ``WANDB_PROJECT``, ``WANDB_MODE`` …)."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         import wandb
@@ -56,12 +56,12 @@ class Wandb:
         )
 
     def reached(self) -> tuple[int, int]:
-        # Offline it cannot tell. It takes nothing more of a step that it has.
+        # Offline, W&B does not know its last step. It ignores further values of a step that it has.
         step = int(getattr(self._run, "starting_step", 0) or 0) - 1
         return step, step
 
     def send(self, lines: Sequence[dict[str, Any]]) -> None:
-        for line in lines:  # to a process of its own, which retries
+        for line in lines:  # W&B sends in a process of its own, which retries
             self._run.log(metrics.scalars(line), step=line["step"])
 
     def close(self, *, is_trained: bool) -> None:
@@ -70,14 +70,14 @@ class Wandb:
 
 
 class Mlflow:
-    """MLflow, as its environment variables say (``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME`` …)."""
+    """MLflow, configured by its own variables (``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME`` …)."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             raise ValueError(
                 "MLFLOW_TRACKING_URI is not set; name it in the inventory's job.secrets or job.env"
             )
-        # By default it retries for minutes.
+        # By default, MLflow retries for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow import MlflowClient
@@ -114,11 +114,11 @@ class Mlflow:
             for line in lines
             for name, value in metrics.scalars(line).items()
         ]
-        for start in range(0, len(points), 1000):  # the most that it accepts at once
+        for start in range(0, len(points), 1000):  # MLflow accepts at most 1,000 at once
             self._client.log_batch(self._id, metrics=points[start : start + 1000])
 
     def close(self, *, is_trained: bool) -> None:
-        if is_trained:  # else it stays open
+        if is_trained:  # otherwise the run stays open
             self._client.set_terminated(self._id, "FINISHED")
 
 
@@ -127,7 +127,7 @@ _SERVICES: dict[str, Callable[[dict[str, Any]], Service]] = {"wandb": Wandb, "ml
 
 def main() -> int:
     """Send until stdin ends; the exit status is 1 if the service cannot be reached."""
-    # Libraries must not read our stdin, nor ask questions there.
+    # Move stdin away, so that the services' libraries do not read it, nor ask questions there.
     source = os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -141,7 +141,7 @@ def main() -> int:
     try:
         service = _SERVICES[asked["service"]](asked)
         reached = service.reached()
-    except Exception as error:  # the libraries raise classes of their own
+    except Exception as error:  # the libraries have exception classes of their own
         _say(f"{name}: nothing is tracked: {first_line(error)}")
         return 1
     late.cancel()
@@ -152,7 +152,7 @@ def main() -> int:
 
 
 class _Sender:
-    """Sends each step once."""
+    """Sends lines from a queue to a service, each step once."""
 
     def __init__(self, service: Service, name: str, note: Path, key: str, reached: tuple[int, int]) -> None:
         self._service = service
@@ -160,12 +160,12 @@ class _Sender:
         self._note = note
         self._key = key
         self._has_warned = False
-        # W&B offline cannot tell its last step, but an earlier process of this node has noted it.
-        self._last = list(map(max, reached, self._noted()))  # step, and step of an evaluation
+        # W&B offline does not know its last step, but an earlier process on this node has noted it.
+        self._last = list(map(max, reached, self._noted()))  # the last step, and the last evaluation's step
         self._kept: list[dict[str, Any]] = []
 
     def run(self, history: Sequence[dict[str, Any]], waiting: "queue.Queue[dict[str, Any] | None]") -> None:
-        """Send lines until ``None`` comes."""
+        """Send the history, and then lines from ``waiting`` until a ``None`` comes."""
         self._take(history)
         is_trained = is_over = False
         while not is_over:
@@ -189,7 +189,7 @@ class _Sender:
             self._say(error)
 
     def _take(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Queue the lines that were not sent yet."""
+        """Queue the lines whose steps were not sent yet."""
         for line in lines:
             kind = 1 if "test" in line else 0
             if line["step"] > self._last[kind]:
@@ -202,7 +202,8 @@ class _Sender:
             return
         try:
             self._service.send(self._kept)
-        except Exception as error:  # it may come back: these points are sent again with the next ones
+        # The service may come back: these points are sent again with the next ones.
+        except Exception as error:
             self._say(error)
             return
         self._kept = []
@@ -225,7 +226,7 @@ class _Sender:
 
 
 def _history(asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """Earlier lines: of the steps, those that have all curves."""
+    """Return lines from before this start: evaluations, and the steps that have all curves."""
     path = Path(asked["history"])
     lines = metrics.read(path, asked["history_bytes"]) if asked["history_bytes"] else []
     points = [line for line in lines if b'"samples_per_s": ' in line or b'"test": ' in line]
@@ -242,7 +243,7 @@ def _read(source: IO[bytes], waiting: "queue.Queue[dict[str, Any] | None]") -> N
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line, without keys and without the password that a service's address may contain."""
+    """Return an error in one line, without API keys and without the password that a service's URL may contain."""
     text = (str(error).strip().splitlines() or [""])[0]
     text = re.sub(r"//[^/@\s]*@", "//…@", text)
     for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"):

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, by ``--track``: rank 0 writes to a process that sends, and never waits for it."""
+"""``--track`` for Weights & Biases and MLflow: rank 0 writes to a process that sends, and never waits for it."""
 
 import json
 import logging
@@ -13,22 +13,22 @@ from typing import Any
 log = logging.getLogger("nodekit.training")
 
 TRACKERS = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
-"""The name of the service, and of its library → its full name."""
+"""Name for ``--track``, which is also the library's → the service's full name."""
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 CLOSE_S = 10.0
-"""For the last points; less than the default ``--grace``."""
+"""Seconds to send the last points; less than the default ``--grace``."""
 _MOST_WAITING = 10_000
 
 
 def lacking(name: str | None, found: Collection[str]) -> str:
-    """Return what ``--track`` lacks, given the libraries that were found, and how to install it; "" if nothing."""
+    """Return how to install the library that ``--track`` needs if it is not in ``found``; otherwise ""."""
     if name is None or name in found:
         return ""
     return f"--track {name} needs {name}: pip install {PACKAGES[name]} on every node, since rank 0 may come to any"
 
 
 class Tracker:
-    """The process that sends rank 0's points; the training goes on if it ends or falls behind."""
+    """The process that sends rank 0's metrics; the training goes on if the process ends or falls behind."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Tracker:
 
         Args:
             service: one of `TRACKERS`.
-            run_id: the same after a restart, so that the service goes on with the same run.
-            folder: for what the service's library writes.
+            run_id: the same after a restart, so that the service continues the same run.
+            folder: for files of the service's library.
             settings: of the run, for people.
-            history: metrics.jsonl: what the service lacks of it is sent first.
-            history_bytes: how much of it was there before.
+            history: metrics.jsonl; lines of it that the service lacks are sent first.
+            history_bytes: the size of its part from before this attempt.
         """
         self._service = service
         self._queue: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
@@ -76,7 +76,7 @@ class Tracker:
         self._put(json.dumps(values).encode() + b"\n")
 
     def close(self, *, is_trained: bool) -> None:
-        """Give it `CLOSE_S` to send the rest, and end it."""
+        """Let the process send the rest within `CLOSE_S`, and end it."""
         if is_trained:
             self._put(b'{"end": true}\n')
         self._put(None)
@@ -102,6 +102,6 @@ class Tracker:
                 while (line := self._queue.get()) is not None:
                     pipe.write(line)
                     pipe.flush()
-        except OSError:  # it has ended, and printed why
+        except OSError:  # the process has ended, and printed why
             while self._queue.get() is not None:
                 pass

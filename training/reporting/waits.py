@@ -1,4 +1,4 @@
-"""How long a rank waits for others and for its data: kit compares the ranks, and names the one that others wait for."""
+"""Measure how long a rank waits for other ranks and for its data: kit compares ranks to name the slowest one."""
 
 import json
 import math
@@ -21,45 +21,47 @@ _NOTHING = nullcontext()
 _TELL_EVERY_S = 1.0
 _BYTES = 160
 _LONG_S, _MOST_APART = 0.25, 7
-"""Of steps that are shorter, one in four is measured, since that takes 0.1 ms; the next is at most so many steps later.
+"""Steps of ``_LONG_S`` seconds or more are all measured; of shorter ones one in four, at most ``_MOST_APART`` apart.
 
-They are drawn at random: what several workers load comes in bursts, which every fourth step would meet always or never.
+To measure a step takes 0.1 ms. Steps are chosen at random: batches from several workers come in bursts, which exactly
+every fourth step would meet always or never.
 """
 
 
 class Waits:
-    """Adds up the seconds in which this rank waits in the steps that are measured, and writes them beside its progress.
+    """Adds up the seconds that this rank waits in measured steps, and writes them to a file beside its progress file.
 
-    On a GPU waiting is measured there, by events around the end of the backward pass: the CPU only sees that the GPU
-    is not done.
+    On a GPU, waits are measured by events around the end of the backward pass, since the CPU only sees that the GPU is
+    busy.
     """
 
     def __init__(self, device: torch.device, progress_file: Path | None, *, rank: int) -> None:
-        """Nothing is waited for yet.
+        """Begin with sums of 0.
 
         Args:
             device: of this rank.
-            progress_file: this rank's; None: nothing is written.
-            rank: this one's number.
+            progress_file: of this rank; None: write nothing.
+            rank: this rank's number.
         """
         self._is_on_gpu = device.type != "cpu"
         self._device_module: Any = module_of(device.type)
         self._file = progress_file.with_name(f".waits{rank}") if progress_file else None
         self._events: deque[tuple[Any, Any]] = deque()
         self.is_measured = False
-        """Whether the present step is."""
-        self._num_left = 0  # steps until the next one that is
+        """Whether the present step is measured."""
+        self._num_left = 0  # steps until the next measured one
         self._apart = random.Random(0)  # noqa: S311  # the same on all ranks
-        self._began, self._ended = 0.0, -math.inf  # when the measured step did, and the last one
+        # When the measured step began, and when the last step ended.
+        self._began, self._ended = 0.0, -math.inf
         self._told = 0.0
         self._steps, self._seconds, self._waited_s, self._loading_s = 0, 0.0, 0.0, 0.0
         self._pass, self._for_others = _Around(self._pass_ends), _Around(self._others_are_there)
         self._is_there: Any = None
-        """When all gradients of this rank were there, in the present backward pass."""
+        """When this rank had computed all gradients of the present backward pass: a time, or an event on a GPU."""
         self._waits_since = 0.0
 
     def loading(self, source: Iterator[T]) -> Iterator[T]:
-        """The same, with the time that each takes to come added up; a step begins with it."""
+        """Return the batches of ``source``, measuring the wait for each; call it at the beginning of a step."""
         if not self.is_measured:
             return source
         self._began = time.monotonic()
@@ -76,10 +78,10 @@ class Waits:
             yield batch
 
     def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """Around a backward pass: what engines wait for at its end, when all gradients of this rank are there.
+        """Wrap a backward pass, to measure how long the engine waits at its end for other ranks' gradients.
 
-        If the step `is_measured`, the loss is to be a tensor that was made for this: a hook stays on it, and is to come
-        before those that an engine has on what the model returns.
+        If the step `is_measured`, ``loss`` must be a tensor made for this call: a hook stays on it, and has to run
+        before the hooks that an engine has on the model's output.
         """
         if not self.is_measured:
             return _NOTHING
@@ -88,7 +90,7 @@ class Waits:
         return self._pass
 
     def _pass_begins(self, _: torch.Tensor) -> None:
-        # Callbacks run at the end, in the order in which they came: the engines' waiting is in theirs.
+        # Callbacks run at the end of the pass, in the order of registration: engines wait in callbacks of their own.
         torch.autograd.Variable._execution_engine.queue_callback(self._gradients_are_there)
 
     def _gradients_are_there(self) -> None:
@@ -110,7 +112,7 @@ class Waits:
         return event
 
     def for_others(self) -> AbstractContextManager[None]:
-        """Around waiting for a collective; on a GPU what is waited for is its own work too, and does not count."""
+        """Wrap the wait for a collective; not counted on a GPU, where the wait includes this rank's own work."""
         if not self.is_measured:
             return _NOTHING
         self._waits_since = time.monotonic()
@@ -121,7 +123,7 @@ class Waits:
             self._waited_s += time.monotonic() - self._waits_since
 
     def step(self) -> None:
-        """A step is done; it is told if it is time to."""
+        """End a step, choose whether to measure the next one, and write the sums if a second has passed."""
         while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
             self._waited_s += begin.elapsed_time(end) / 1000
@@ -132,7 +134,7 @@ class Waits:
         if self._num_left == 0:
             self._num_left = self._apart.randint(1, _MOST_APART)
         self._num_left -= 1
-        # The second step is measured in any case, and the first never: it has all that is slow only once.
+        # The second step is always measured, and the first never, since it does everything that is slow only once.
         self.is_measured = self._num_left == 0 or now - self._ended >= _LONG_S
         self._ended = now
         if self._file is None or not self._steps or now - self._told < _TELL_EVERY_S:
@@ -150,12 +152,12 @@ class Waits:
                 os.write(handle, json.dumps(sums).ljust(_BYTES).encode())
             finally:
                 os.close(handle)
-        except OSError:  # it is for people, and nothing depends on it
+        except OSError:  # ignored: the file is for people, and nothing depends on it
             self._file = None
 
 
 class _Around(AbstractContextManager[None]):
-    """Calls something at the end; a generator for each time would take 10 to 50 µs more."""
+    """A context manager that calls a function at its end; `contextlib.contextmanager` would take 10 to 50 µs more."""
 
     def __init__(self, ends: Callable[[], None]) -> None:
         self._ends = ends
