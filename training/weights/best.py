@@ -1,4 +1,4 @@
-"""The weights that a run leaves for use: the best ones by a measure, and the last ones."""
+"""Write the weights that a run leaves for use: the best by a measure, and the last."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ log = logging.getLogger("nodekit.training")
 
 
 def no_such_measure(name: str, measures: Iterable[str]) -> str:
-    """The error of ``--best NAME``, where the task measures others."""
+    """Return the error message for a ``--best NAME`` that the task does not measure."""
     return f"--best {name}: the task measures {', '.join(measures)}; wanted one of these, or off"
 
 
@@ -30,10 +30,10 @@ def _is_better(measure: str, value: float, than: float | None) -> bool:
 
 
 class Best:
-    """Writes ``best`` and ``last`` in each node's folder, on the node's first rank and in a thread.
+    """Writes the folders ``best`` and ``last`` on each node, on the node's first rank; the best ones in a thread.
 
-    A folder that cannot be written (full, gone) does not end the training: writing the best weights is tried again
-    after each evaluation, and at the end.
+    A folder that cannot be written (full, missing) does not end the training: the best weights are tried again after
+    each evaluation, and at the end.
     """
 
     def __init__(
@@ -46,30 +46,32 @@ class Best:
         *,
         stops_early: bool = False,
     ) -> None:
-        """No weights are kept yet.
+        """Begin without any best weights.
 
         Args:
-            name: of the measure; ``auto`` for accuracy, or else loss; ``off`` for none.
-            folder: this node's, of the run.
+            name: of the measure; ``auto`` for accuracy, otherwise loss; ``off`` for none.
+            folder: this node's output folder.
             world: this rank's.
-            task: whose weights they are.
+            task: the task that is trained.
             facts: about the run, for ``nodekit.json``.
-            stops_early: whether `why_stop` is asked, which needs a measure.
+            stops_early: whether `why_stop` is used, which needs a measure.
         """
         self._name, self._folder, self._world, self._task = name, folder, world, task
         self._facts, self._stops_early = facts, stops_early
         self._value: float | None = None
-        self._written: float | None = None  # of what is in ``best``: after a crash, perhaps not the best
-        self._seeks_written = False  # whether that is not known
+        # The value of the weights in ``best``; after a crash, perhaps not the best.
+        self._written: float | None = None
+        self._seeks_written = False  # whether `_written` has still to be read from the folder
         self._measure = name
         self._num_since = 0  # evaluations since the best one
         self.step: int | None = None
-        """Of the last evaluation, if there was one."""
+        """The step of the last evaluation; None before the first one."""
         self._host_copy, self._writer = HostCopy(), Background("nodekit-weights")
-        self._unwritten: Callable[[], None] | None = None  # the best weights, where writing them has failed
+        # Writes the best weights again, after that has failed.
+        self._unwritten: Callable[[], None] | None = None
 
     def state(self) -> dict[str, Any]:
-        """The best value, for a snapshot, and what `why_stop` needs."""
+        """Return the best value, and the counts for `why_stop`, for a snapshot."""
         return {
             "name": self._name,
             "measure": self._measure,
@@ -79,17 +81,17 @@ class Best:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the best value from a snapshot, if it is of the same measure."""
+        """Restore the best value from a snapshot that was taken with the same ``--best``."""
         self.step = state.get("step")
         if state.get("name") == self._name:
             self._value, self._num_since = state["value"], state.get("num_since", 0)
             self._measure = state.get("measure", self._name)
-        # If there was none, the first one is the best, and written. Else it is looked for when it is needed: here the
-        # training waits.
+        # Without a best value, the first evaluation is the best, and its weights are written. Otherwise `_written` is
+        # read when it is needed, not here, where the training would wait for it.
         self._seeks_written = self._value is not None
 
     def _find_written(self) -> float | None:
-        """The value of the weights in ``best``, on the node with the best ones; all ranks call it."""
+        """Return the best value of the weights in any node's ``best``, or None; all ranks call it."""
         own = None
         if self._world.is_first_on_node:
             try:
@@ -98,7 +100,7 @@ class Best:
                 own = value if isinstance(value, float | int) else None
             except TrainingError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):
-                    own = self._value  # they may be the best ones all the same
+                    own = self._value  # the weights may be the best all the same, so do not replace them
                     log.warning(
                         "%s; the weights beside it are kept until %s is better than %.4f",
                         error,
@@ -113,7 +115,7 @@ class Best:
         return written
 
     def why_stop(self, patience: int | None) -> str:
-        """Return why ``--early-stop`` ends the training; "" if it does not, or is None."""
+        """Return why ``--early-stop`` (``patience``) ends the training; "" if it does not, or is None."""
         if patience is None or self._num_since < patience:
             return ""
         num = f"{self._num_since} evaluation{'s' if self._num_since > 1 else ''}"
@@ -121,10 +123,10 @@ class Best:
         return f"{self._measure} was {was} in {num} (--early-stop {patience})"
 
     def improved(self, means: Mapping[str, float]) -> str:
-        """The measure by which these means are the best so far; "" if they are not.
+        """Return the measure by which these means are the best so far; "" if they are not.
 
         Raises:
-            TrainingError: there is no such measure.
+            TrainingError: the task does not measure what ``--best`` names.
         """
         name = self._measure_in(means)
         if name == "off" or math.isnan(means[name]):
@@ -152,10 +154,16 @@ class Best:
         step: int,
         **facts: Any,
     ) -> None:
-        """Keep these weights if they are the best so far; ``weights`` is called on all ranks or on none.
+        """Keep the weights of an evaluation if they are the best so far.
+
+        Args:
+            means: of the evaluation, by the measure's name.
+            weights: returns the full state dict; called on all ranks or on none.
+            step: of the evaluation.
+            facts: further facts for ``nodekit.json``.
 
         Raises:
-            ValueError: there is no such measure.
+            TrainingError: the task does not measure what ``--best`` names.
         """
         was_evaluated, self.step = self.step == step, step
         self._measure = self._measure_in(means)
@@ -163,7 +171,8 @@ class Best:
         self.wait()
         if name:
             self._value, self._num_since = means[name], 0
-        elif not was_evaluated:  # it was, if the training was stopped right here
+        # Do not count an evaluation again that came right before a stop and its restart.
+        elif not was_evaluated:
             self._num_since += 1
         value = means.get(self._measure, math.nan)
         if self._seeks_written and not name:
@@ -180,7 +189,7 @@ class Best:
             self._writer.start(partial(self._try, self._unwritten))
 
     def write_last(self, weights: Mapping[str, torch.Tensor], **facts: Any) -> None:
-        """Write the last weights, and the best ones if that has failed before."""
+        """Write the last weights, and the best weights if writing these has failed before."""
         self.wait()
         if self._unwritten:
             self._try(self._unwritten)
@@ -188,7 +197,7 @@ class Best:
             self._is_written("last", self._writing("last", weights, **facts))
 
     def wait(self) -> None:
-        """Wait until writing the best weights has succeeded or failed."""
+        """Wait until the current write of the best weights has succeeded or failed."""
         self._writer.wait()
 
     def _writing(self, kind: str, weights: Mapping[str, torch.Tensor], **facts: Any) -> Callable[[], None]:
@@ -203,7 +212,8 @@ class Best:
     def _is_written(self, kind: str, write: Callable[[], None]) -> bool:
         try:
             write()
-        except Exception as error:  # a library's ``export`` raises classes of its own for a full disk
+        # For a full disk, a library in the task's ``export`` may raise classes of its own.
+        except Exception as error:
             log.warning(
                 "the %s weights are not written to %s, and going on without: %s",
                 kind,

@@ -1,4 +1,4 @@
-"""Checkpoints of scripts that know nothing of kit: weights, and how far they were trained, in one file."""
+"""Read checkpoints of scripts that do not use kit: one file with the weights and the number of epochs done."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ from nodekit.training.steps.optimizers import load_state
 from nodekit.training.weights.export import load_weights, read_file, weights_in
 
 _EPOCHS = {"epochs_run": 0, "start_epoch": 1, "epoch": 0}
-"""Key, in small letters → what to add to its value for the number of the next epoch, from 0, as tutorials do."""
+"""Key, in lower case → what to add to its value to get the next epoch, from 0; by the conventions of tutorials."""
 _OPTIMIZERS = ("optimizer_state_dict", "optimizer_state", "optimizer")
 _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Parts of an optimizer's state that have their parameter's shape."""
+"""Values in an optimizer's state that have their parameter's shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a script has saved."""
+    """The content of a script's checkpoint."""
 
     weights: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Any] | None
-    """A state dict; None if the script did not save it."""
+    """The optimizer's state dict; None if the script did not save it."""
     epochs: int
-    """The next epoch, from 0: how many are done."""
+    """How many epochs are done, which is also the next epoch's number, from 0."""
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a file by ``torch.save``: a dictionary with the weights, the epoch and perhaps the optimizer's state.
 
     Raises:
-        TrainingError: it is no such file.
+        TrainingError: the file has no weights or no epoch.
     """
     found = read_file(path)
     weights = weights_in(found, path)
@@ -54,10 +54,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def resume(
     path: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, is_partial: bool
 ) -> tuple[int, list[str]]:
-    """Load a checkpoint: how many epochs are done, and a line for each thing that was left out of it.
+    """Load a checkpoint into module and optimizer.
+
+    Returns:
+        How many epochs are done, and a line for each thing in the checkpoint that was left out.
 
     Raises:
-        TrainingError: it does not fit; with ``is_partial`` it may fit in part.
+        TrainingError: the checkpoint does not fit; with ``is_partial``, weights that do not fit are left out instead.
     """
     found = read_checkpoint(path)
     left_out = load_weights(module, found.weights, path, ignore_mismatched_sizes=is_partial)
@@ -74,7 +77,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], p
     """Load a checkpoint's state into the optimizer, which keeps its own learning rates.
 
     Raises:
-        TrainingError: it is of another kind of optimizer, or of other parameters.
+        TrainingError: the state is of another kind of optimizer, or of other parameters.
     """
     cure = "--init-from takes its weights alone"
     try:

@@ -1,4 +1,4 @@
-"""The weights after each epoch, ``model_EPOCH.pth``, as many training scripts leave them."""
+"""Keep the weights after each epoch as ``model_EPOCH.pth``, as many training scripts do."""
 
 import logging
 import os
@@ -20,19 +20,19 @@ log = logging.getLogger("nodekit.training")
 
 
 class EpochWeights:
-    """Writes a plain state dict after each epoch into each node's folder, on the node's first rank and in a thread.
+    """Writes a plain state dict after each epoch into each node's folder, on the node's first rank, in a thread.
 
-    Meanwhile there is a copy of the weights in host memory. A folder that cannot be written (full, gone) does not end
-    the training.
+    While it writes, there is a copy of the weights in host memory. A folder that cannot be written (full, missing) does
+    not end the training.
     """
 
     def __init__(self, keep: int | None, folder: Path, world: World) -> None:
-        """Keep those of the last ``keep`` epochs; None: of none."""
+        """Keep the weights of the last ``keep`` epochs; None keeps none."""
         self.keep, self._folder, self._world = keep, folder, world
         self._writer = Background("nodekit-epoch-weights")
 
     def forecast(self, num_epochs: int, size_bytes: int) -> str:
-        """For people: what will be written of weights of this size; "" for nothing."""
+        """Return a line for people on what will be written for weights of this size; "" if nothing."""
         if self.keep is None:
             return ""
         num, each_mb = min(self.keep, num_epochs), size_bytes / 1e6
@@ -42,7 +42,7 @@ class EpochWeights:
         )
 
     def look(self, epoch: int, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Write those of an epoch that is done, counted from 1; ``weights`` is called on all ranks or on none."""
+        """Write the weights of a finished epoch, counted from 1; ``weights`` is called on all ranks or on none."""
         if self.keep is None:
             return
         self.wait()
@@ -51,7 +51,7 @@ class EpochWeights:
             self._writer.start(partial(self._write, epoch, HostCopy(pins=False).take(dict(state))))
 
     def wait(self) -> None:
-        """Wait until writing has succeeded or failed."""
+        """Wait until the current write has succeeded or failed."""
         self._writer.wait()
 
     def _write(self, epoch: int, weights: Mapping[str, torch.Tensor]) -> None:
@@ -69,8 +69,8 @@ class EpochWeights:
                 number = re.fullmatch(r"model_(\d+)\.pth", old.name)
                 if number is not None and int(number[1]) <= epoch - self.keep:
                     old.unlink(missing_ok=True)
-        except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
+        except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
             log.warning("%s is not written, and going on without: %s", path, error)
         finally:
-            with suppress(OSError):  # a half of it would take the room that snapshots need
+            with suppress(OSError):  # remove an incomplete file, which takes the space that snapshots need
                 beside.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Folders of trained weights, which plain torch and transformers can read too, and loading weights that fit."""
+"""Write folders of trained weights, which plain torch and transformers can read, and load weights into a module."""
 
 import ctypes
 import json
@@ -22,17 +22,17 @@ from nodekit.training.snapshots.files.commit import sync_folder
 from nodekit.training.snapshots.files.manifest import save_payload
 
 WEIGHTS = "pytorch_model.bin"
-"""A plain state dict by ``torch.save``, under the name that transformers expects."""
+"""The file with a plain state dict by ``torch.save``, under the name that transformers expects."""
 FACTS = "nodekit.json"
-"""Facts about the weights; a folder without it was not written by kit."""
+"""The file with facts about the weights; a folder without it was not written by kit."""
 
 _READABLE = (WEIGHTS, "model.safetensors")
 _WRAPPERS = {"module", "_orig_mod"}
-"""Parts of a name that come from DataParallel, DDP and torch.compile, in any order, whatever they are around."""
+"""Parts of a weight's name that DataParallel, DDP and torch.compile add, in any order and at any place."""
 _EXTRA_STATE = "_extra_state"
-"""The last part of the name under which a state dict has what a module's ``get_extra_state`` returns, of any type."""
+"""The last part of a state dict's key for the result of a module's ``get_extra_state``, which may have any type."""
 _NESTED = ("model_state_dict", "state_dict", "model_state", "model", "module")
-"""Where a checkpoint has the weights beside other things, in small letters; ``module`` is DeepSpeed's."""
+"""Keys, in lower case, under which a checkpoint may have the weights; ``module`` is DeepSpeed's."""
 _FOREIGN_CLASS = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _SHOWN = 4
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -48,11 +48,11 @@ def write_weights(
     Args:
         folder: its parent is created.
         weights: a full state dict of the task's plain model.
-        task: its ``labels`` are stored, and its ``export`` adds files, if it has these.
+        task: its ``labels`` are stored, and its ``export`` adds files, if the task has these.
         facts: for ``nodekit.json``: task, data, model, engine, step, epoch, means.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".{folder.name}.tmp-*"):  # by a kill
+    for left in folder.parent.glob(f".{folder.name}.tmp-*"):  # left by a kill
         shutil.rmtree(left, ignore_errors=True)
     draft = folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(8)}")
     draft.mkdir()
@@ -79,10 +79,10 @@ def save_weights(weights: Mapping[str, torch.Tensor], file: BinaryIO) -> None:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """The facts about the weights in a folder.
+    """Return the facts about the weights in a folder.
 
     Raises:
-        TrainingError: it is no folder of `write_weights`.
+        TrainingError: the folder was not written by `write_weights`, or cannot be read.
     """
     path = folder / FACTS
     try:
@@ -100,21 +100,21 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in a folder of `write_weights` or transformers, or in a file, on the CPU, by their names there.
+    """Return the weights in a folder of `write_weights` or transformers, or in a file, by name, on the CPU.
 
     The file has a state dict, or a dictionary with one under a usual key, such as ``model_state_dict``.
 
     Raises:
-        TrainingError: there are none; it says what was found.
+        TrainingError: there are no weights; the message says what was found.
     """
     return weights_in(read_file(path), path)
 
 
 def read_file(path: Path) -> Any:
-    """What is in a file of weights, or in that of a folder, on the CPU; nothing in it is executed.
+    """Return the content of a file of weights, or of a folder's file of weights, on the CPU; no code in it is run.
 
     Raises:
-        TrainingError: there is none, or it cannot be read.
+        TrainingError: there is no such file, or it cannot be read.
     """
     file = path
     try:
@@ -136,8 +136,8 @@ def read_file(path: Path) -> Any:
             from safetensors.torch import load_file  # comes with transformers
 
             return load_file(file)
-        # The ranks of a node share a file that is mapped; torch's format before 1.6 cannot be, and Windows lets nobody
-        # replace such a file.
+        # Map the file, so that the ranks of a node share its memory; not in torch's format before 1.6, which cannot be
+        # mapped, nor on Windows, where a mapped file cannot be replaced.
         is_mapped = os.name == "posix" and zipfile.is_zipfile(file)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except ModuleNotFoundError as error:
@@ -161,10 +161,10 @@ def _unreadable(error: OSError) -> TrainingError:
 
 
 def weights_in(found: Any, path: Path) -> dict[str, torch.Tensor]:
-    """The weights in what a file holds: that itself, or what it has under a usual key.
+    """Return the weights in a file's content, which is a state dict or has one under a usual key.
 
     Raises:
-        TrainingError: there are none; it says what was found.
+        TrainingError: there are no weights; the message says what was found.
     """
     if not isinstance(found, Mapping) or not found:
         raise TrainingError(f"{path} holds {_what(found)}: wanted a state dict, names with their tensors")
@@ -190,16 +190,16 @@ def load_weights(
     """Load weights into a module.
 
     Args:
-        module: a plain one.
-        weights: by name; parts of the names that come from DDP or torch.compile do not count.
-        path: where they are from, for the message.
-        ignore_mismatched_sizes: load the weights that fit, in name and shape; the others keep their values.
+        module: a plain module.
+        weights: by name; parts of names that come from DDP or torch.compile are ignored.
+        path: of the weights, for the message.
+        ignore_mismatched_sizes: load only the weights that fit in name and shape; the module's others are not changed.
 
     Returns:
-        What was left out, a line for each name; empty without ``ignore_mismatched_sizes``.
+        A line for each weight that was left out; empty without ``ignore_mismatched_sizes``.
 
     Raises:
-        TrainingError: some do not fit and that is not to be ignored, or none fits.
+        TrainingError: some weights do not fit and ``ignore_mismatched_sizes`` is False, or none fits.
     """
     state = module.state_dict()
     own = {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
@@ -226,13 +226,13 @@ def load_weights(
 
 
 def difference(name: str, here: Sequence[int] | None, there: Sequence[int] | None) -> str:
-    """Describe a weight whose shape is another here and there; None: it is missing."""
+    """Describe a weight whose shapes differ: ``here`` in the module, ``there`` in the file; None if it is missing."""
     own, other = ("none" if shape is None else str(tuple(shape)) for shape in (here, there))
     return f"{name}: {own} here, {other} there"
 
 
 def _plain(tensor: Any) -> Any:
-    """The tensor on the CPU, with a storage of its own: of a view, torch.save would write the whole storage."""
+    """Return the tensor on the CPU, in a storage of its own size: torch.save writes the whole storage of a view."""
     if not isinstance(tensor, torch.Tensor):  # a module's extra state
         return tensor
     assert not hasattr(tensor, "full_tensor"), "a DTensor is a part of a weight"
@@ -247,12 +247,12 @@ def _facts_of(task: object) -> dict[str, Any]:
         facts = {"num_classes": len(labels), "labels": list(labels)}
     try:
         return {**facts, "nodekit": metadata.version("nodekit")}
-    except metadata.PackageNotFoundError:  # on a host to which kit has copied its package
+    except metadata.PackageNotFoundError:  # kit has copied its package to this host, without metadata
         return facts
 
 
 def _named_as(own: Iterable[str], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights by the module's own names, where these differ by what is wrapped around a module only."""
+    """Return the weights with the module's own names if theirs differ only by wrappers such as DDP."""
     own_names = {_unwrapped(name): name for name in own}
     own_names |= {name: name for name in own}
     named: dict[str, torch.Tensor] = {}
@@ -271,12 +271,12 @@ def _what(value: Any) -> str:
 
 
 def _place(draft: Path, folder: Path) -> None:
-    """Put the draft in the folder's place; the old folder becomes the draft, or is removed."""
+    """Replace the folder by the draft; the old folder gets the draft's name, or is removed."""
     old = _old(folder)
     if not folder.exists():
         draft.rename(folder)
     elif not _exchange(draft, folder):
-        # Between these two renames the folder is missing, and `_there` finds the old one.
+        # Between these two renames the folder does not exist, and `_there` returns the old one.
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
         draft.rename(folder)
@@ -285,7 +285,7 @@ def _place(draft: Path, folder: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; False if the system or the file system cannot."""
+    """Exchange two paths atomically; return False if the system or the file system cannot."""
     if sys.platform != "linux":
         return False
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)
@@ -298,5 +298,5 @@ def _old(folder: Path) -> Path:
 
 
 def _there(folder: Path) -> Path:
-    """The folder, or the old one, if a kill has interrupted `_place`."""
+    """Return the folder, or the old one if a kill has interrupted `_place`."""
     return _old(folder) if not folder.exists() and _old(folder).is_dir() else folder
