@@ -1,4 +1,4 @@
-"""Which samples each rank takes, and how they get to it: to train on, and to measure the model on.
+"""Sampling and loading of the data on each rank, for training and evaluation, and the evaluation itself.
 
 It may import `training.engines`, `training.tasks` and what is below these.
 """

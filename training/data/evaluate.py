@@ -1,4 +1,4 @@
-"""Measuring the model over all ranks, each sample counted once."""
+"""Evaluate the model over all ranks, each sample counted once."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,11 +20,11 @@ from nodekit.training.tasks import Task
 from nodekit.training.world import World
 
 _ASK_EVERY_S = 1.0
-"""About how often the ranks tell one another whether they are asked to stop: each time they wait for the slowest."""
+"""Seconds, roughly, between exchanges of stop requests: each time, the ranks wait for the slowest one."""
 
 
 class _StopRequests:
-    """Whether any rank is asked to stop, which all ranks read after the same of their batches."""
+    """Exchanges stop requests, such that all ranks see a request of any rank after the same number of batches."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -32,13 +32,13 @@ class _StopRequests:
         self._last_s = time.monotonic()
 
     def found_after(self, num_batches: int, *, is_asked: bool) -> bool:
-        """Call it on all ranks, after each batch."""
+        """Return whether any rank is asked to stop; all ranks call this after each of their batches."""
         if num_batches < self._next:
             return False
         now_s = time.monotonic()
         batch_s, self._last_s = (now_s - self._last_s) / self._num_between, now_s
         num_asked, batch_s = self._world.start_sum(numbers_on(self._world.device, [is_asked, batch_s]))()
-        # Not at once as many as the time of a batch suggests: a GPU's first ones are only launched by then.
+        # At most double the distance: the first batches seem fast on a GPU, where they are only launched by now.
         most = max(1, int(_ASK_EVERY_S / max(batch_s / self._world.world_size, 1e-6)))
         self._num_between = min(2 * self._num_between, most)
         self._next = num_batches + self._num_between
@@ -50,34 +50,34 @@ class Evaluation:
     """Measures a model on one data set, of which each rank takes a contiguous part."""
 
     task: Task
-    """Its ``measure`` is used; without one, ``predict`` and ``targets`` give accuracy, loss and macro F1."""
+    """The task, whose ``measure`` is used; without it, ``predict`` and ``targets`` give accuracy, loss and macro F1."""
     data: Any
-    """The samples."""
+    """The samples: ``len(data)`` and ``data[i]``."""
     world: World
-    """Its process group must exist."""
+    """This rank's world; its process group must exist."""
     report: Report
-    """Tells kit that this rank is at work."""
+    """Tells kit, after each batch, that this rank is alive."""
     loading: Mapping[str, Any]
     """Keywords for the DataLoader."""
     batch_size: int
-    """Most samples that a rank evaluates at once."""
+    """The most samples that a rank evaluates at once."""
 
     @torch.no_grad()
     def __call__(
         self, engine: Engine, module: torch.nn.Module, is_asked_to_stop: Callable[[], bool]
     ) -> dict[str, float] | None:
-        """Return the means over all samples; every rank calls it. The module is in eval mode afterwards.
+        """Return the means over all samples, by measure; every rank calls it. The module is in eval mode afterwards.
 
-        None, on all ranks, if one of them was asked to stop before it had evaluated its last batch.
+        Return None, on all ranks, if a rank was asked to stop before the last batch.
         """
         module.eval()
         num, rank, world_size = len(self.data), self.world.rank, self.world.world_size
         own = range(num * rank // world_size, num * (rank + 1) // world_size)
-        # On the device, which is waited for at the end and not for each batch.
+        # Add up on the device, so as to wait for it at the end, not after each batch.
         added: dict[str, torch.Tensor] = {}
         measured_pairs: list[torch.Tensor] = []
         stops = _StopRequests(self.world)
-        most = len(range(0, -(-num // world_size), self.batch_size))  # batches; no rank has more
+        most = len(range(0, -(-num // world_size), self.batch_size))  # the most batches of any rank
         for number, batch in zip_longest(range(1, most + 1), self._batches(own)):
             if batch is not None:
                 measured, own_pairs = self._measure(engine, module, batch)
@@ -87,7 +87,7 @@ class Evaluation:
                     value = torch.as_tensor(value, dtype=sum_dtype(self.world.device))
                     added[name] = added[name] + value if name in added else value
             elif engine.forwards_together:
-                # A rank with fewer batches than others makes up for them with forward passes that do not count.
+                # A rank with fewer batches than others takes part in their collectives by passes that do not count.
                 self._measure(engine, module, next(iter(self._batches(range(1)))))
             if number < most and stops.found_after(number, is_asked=is_asked_to_stop()):
                 return None
@@ -101,7 +101,7 @@ class Evaluation:
         if all_pairs:
             predicted, targets = torch.cat(all_pairs).unbind(1)
             assert len(targets) == num
-            if (least := int(targets.min())) < 0:  # as torch's -100, for a target to be ignored
+            if (least := int(targets.min())) < 0:  # such as torch's -100, for targets to ignore
                 raise TrainingError(f"the task's targets have the class {least}: wanted 0 and more")
             means["f1"] = macro_f1(predicted, targets)
         return means
@@ -112,7 +112,7 @@ class Evaluation:
     def _measure(
         self, engine: Engine, module: torch.nn.Module, batch: Any
     ) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """The sums over a batch, and of a task without ``measure`` its pairs of a predicted and the right class."""
+        """Return the sums over a batch, and without ``measure`` the pairs (predicted, right class), ``(num, 2)``."""
         self.report.alive()
         task: Any = self.task
         batch = to_device(batch, self.world.device)
@@ -134,7 +134,7 @@ class Evaluation:
 
 
 def macro_f1(predicted: torch.Tensor, targets: torch.Tensor) -> float:
-    """The mean F1 of the classes that occur in either; both int64 ``(num,)``."""
+    """Return the mean F1 over the classes that occur in ``predicted`` or ``targets``; both int64 ``(num,)``."""
     num = int(max(predicted.max(), targets.max())) + 1
     hits = torch.bincount(targets[predicted == targets], minlength=num)
     both = torch.bincount(predicted, minlength=num) + torch.bincount(targets, minlength=num)

@@ -1,4 +1,4 @@
-"""How data is loaded, for training and evaluation alike."""
+"""Data loaders for training, and their settings, which the evaluation shares."""
 
 from typing import Any
 
@@ -13,21 +13,21 @@ from nodekit.training.world import World
 
 
 def loading(options: Options, world: World, task: Task) -> dict[str, Any]:
-    """Settings of a DataLoader that follow from the options and the task."""
+    """Return the keywords of a DataLoader that follow from the options and the task."""
     return {
         "num_workers": options.num_workers,
         "pin_memory": world.device.type == "cuda" and not options.no_pin_memory,
         "collate_fn": getattr(task, "collate", None),
-        # Its own generator: starting a loader must not move the global one, or a resume would differ.
+        # Use a separate generator: if starting a loader advanced the global one, a resume would differ.
         "generator": torch.Generator().manual_seed(options.seed + world.rank),
     }
 
 
 def num_in(data: Any, method: str) -> int:
-    """The number of samples that a method of the task has given.
+    """Return the number of samples in ``data``, which a method of the task has returned.
 
     Raises:
-        TrainingError: it has no length, as an ``IterableDataset``: the ranks could not share it out.
+        TrainingError: the data has no length, as an ``IterableDataset``, so that the ranks could not share it.
     """
     try:
         return len(data)
@@ -41,7 +41,11 @@ def num_in(data: Any, method: str) -> int:
 def load_training_data(
     options: Options, world: World, task: Task
 ) -> tuple[ElasticSampler, "DataLoader[Any]"]:
-    """Which samples this rank takes, from the first one on, and what loads them."""
+    """Return this rank's sampler, at the beginning of epoch 0, and the DataLoader that uses it.
+
+    Raises:
+        TrainingError: the task has no training samples, or data without a length.
+    """
     data = task.train_data()
     if not num_in(data, "train_data"):
         raise TrainingError("the task's train_data() has no samples: wanted one or more")

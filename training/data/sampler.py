@@ -1,4 +1,4 @@
-"""Which samples each rank takes: every sample once per epoch, also if the world size changes."""
+"""Share samples out to the ranks: every sample once per epoch, even if the world size changes meanwhile."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """The samples that a rank computes at once: its part of a global batch, or a part of that."""
+    """A micro-batch: the samples that a rank computes at once, which are its part of a global batch or less."""
 
     indices: list[int]
     """Indices into the data set; never empty (see ``share``)."""
     share: float
-    """These samples' fraction of the global batch, 0 to 1. It is 0 on a rank for which no sample is left: it
-    computes a sample of another rank, to take part in the collectives, with weight 0."""
+    """These samples' fraction of the global batch, 0 to 1. It is 0 on a rank for which no sample is left: that rank
+    computes a sample of another rank with weight 0, to take part in the collectives."""
     weight: float
-    """Multiply the mean loss of these samples by this before ``backward()``; DDP's average over the ranks is
-    then the gradient of the mean over the global batch, even if it was split unevenly."""
+    """Multiply the mean loss of these samples by this before ``backward()``; DDP's average over the ranks is then the
+    gradient of the mean over the global batch, even if the batch was split unevenly."""
     is_last: bool
     """Whether the global batch ends here: synchronize the gradients, step the optimizer, ``advance()``."""
 
@@ -91,7 +91,7 @@ class ElasticSampler:
         return self.steps_to(self.epoch + 1)
 
     def steps_to(self, epochs: int) -> int:
-        """Optimizer steps from here until so many epochs are done."""
+        """Return the number of optimizer steps from here until ``epochs`` epochs are done."""
         whole = (epochs - self.epoch - 1) * self.steps_per_epoch
         in_this = -(-(self.num_samples - self.offset) // self.batch_size)
         here = (self.epoch, self.offset)
@@ -100,8 +100,8 @@ class ElasticSampler:
         return in_this + whole - sum(start % self.batch_size == 0 for start in starts)
 
     def micro_batches(self) -> Iterator[Micro]:
-        """This rank's micro-batches from the current offset to the end of the epoch."""
-        # The start is taken now, not at the first next(): a loader may run ahead of advance().
+        """Return this rank's micro-batches from the current offset to the end of the epoch."""
+        # Take the start now, not at the first next(): a loader may run ahead of advance().
         return self._micro_batches(self.epoch, self.offset)
 
     def _micro_batches(self, epoch: int, offset: int) -> Iterator[Micro]:
@@ -121,7 +121,7 @@ class ElasticSampler:
                 )
 
     def _num_parts(self, num: int) -> int:
-        """Into how many micro-batches each rank's part of a global batch of so many samples is split."""
+        """Return the number of micro-batches of each rank for a global batch of ``num`` samples."""
         largest = _cut(num, 1, self.world_size)  # rank 0's: no rank has more
         return -(-largest // self.micro_batch) if self.micro_batch else 1
 
@@ -129,7 +129,7 @@ class ElasticSampler:
         return (micro.indices for micro in self.micro_batches())
 
     def __len__(self) -> int:
-        """Micro-batches left in this epoch, and so the length of a DataLoader: what a progress bar shows."""
+        """Return the number of micro-batches left in this epoch; it is a DataLoader's length, for progress bars."""
         starts = range(self.offset, self.num_samples, self.batch_size)
         return sum(
             self._num_parts(min(self.batch_size, self.num_samples - start))
@@ -138,12 +138,12 @@ class ElasticSampler:
         )
 
     def advance(self) -> None:
-        """Move the offset behind one global batch, and behind those that are left out after it."""
+        """Move the offset behind one global batch, and behind left-out batches that follow it."""
         self.offset = min(self.offset + self.batch_size, self.num_samples)
         self._pass_left_out()
 
     def leave_out(self, batches: Iterable[tuple[int, int]]) -> None:
-        """Leave these global batches out from now on: (epoch, offset), as they were when the batch was next."""
+        """Leave out global batches from now on; a batch is named by the sampler's (epoch, offset) before it."""
         self.left_out.update(batches)
         self._pass_left_out()
 
@@ -158,15 +158,15 @@ class ElasticSampler:
         self._pass_left_out()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next step."""
+        """Return the position of the next step, and the batches that are left out."""
         own = {name: getattr(self, name) for name in ("seed", "epoch", "offset", "num_samples")}
         return own | ({"left_out": [list(each) for each in sorted(self.left_out)]} if self.left_out else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at ``state``, in its order.
+        """Continue at the position of ``state``, in the order of its seed.
 
         Raises:
-            ValueError: the data set has another number of samples now, so the offset means nothing.
+            ValueError: the data set has another number of samples now, so that the offset is meaningless.
         """
         if state["num_samples"] != self.num_samples:
             raise ValueError(
@@ -178,5 +178,5 @@ class ElasticSampler:
 
 
 def _cut(num: int, part: int, num_parts: int) -> int:
-    """The start of part ``part`` of ``num`` items, in nearly equal parts, the first one largest."""
+    """Return where part ``part`` begins if ``num`` items are cut into nearly equal parts, the first one largest."""
     return -(-num * part // num_parts)

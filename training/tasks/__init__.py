@@ -1,4 +1,4 @@
-"""What is trained: the protocol of a task, and loading one by its name."""
+"""The protocol of a task (data, model and loss), and loading a task by its name."""
 
 import importlib
 import importlib.util
@@ -26,9 +26,9 @@ BUILT_IN = {
 IMPORTS = {
     "text": ("transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"),
 }
-"""Name → the modules that making it and its model imports when they are asked for, which takes seconds."""
+"""Name → modules that the task imports when it and its model are made, which takes seconds."""
 GIVEN = ("data", "model", "max_length", "image_size")
-"""Options that are keywords for the task's class, if they are given."""
+"""Options that, if given, are passed to the task's class as keywords."""
 
 
 @runtime_checkable
@@ -38,20 +38,20 @@ class Task(Protocol):
     To evaluate the model, a classification task has two more methods:
 
     - ``predict(model, batch) -> scores``: before softmax, float ``(num, num_classes)``.
-    - ``targets(batch) -> classes``: the right ones, int64 ``(num,)``. Accuracy, loss and macro F1 are computed from all
-      ranks' predictions, each sample counted once.
+    - ``targets(batch) -> classes``: the right classes, int64 ``(num,)``. Accuracy, loss and macro F1 are computed from
+      all ranks' predictions, each sample counted once.
 
-    Any other task has one:
+    Any other task has one more method:
 
     - ``measure(model, batch) -> dict[str, Tensor | float]``: *sums* over the batch's samples by name. They are added up
       over all batches and ranks and divided by the number of test samples, so each sample counts once.
 
-    These are optional. For training:
+    The following are optional. For training:
 
-    - ``optimizer(model, lr) -> torch.optim.Optimizer``; default: AdamW, ``fused=True`` on GPUs. It may get
-      the model on the CPU, before an engine moves it to the device.
+    - ``optimizer(model, lr) -> torch.optim.Optimizer``; default: AdamW, ``fused=True`` on GPUs. The model may be on the
+      CPU, before an engine moves it to the device.
     - ``collate(samples) -> batch``; default: torch's.
-    - ``notes() -> list[str]``: what a user should know of the data; rank 0 prints it, and it is in ``result.json``.
+    - ``notes() -> list[str]``: remarks on the data for the user; rank 0 prints them, and ``result.json`` has them.
 
     For `kit test` and `kit predict`, with trained weights:
 
@@ -64,32 +64,32 @@ class Task(Protocol):
     A rank of a node that joins a run calls ``model``, ``train_data`` and ``loss`` once before its attempt is known.
 
     Every rank creates its own task, with python's, numpy's and torch's generators seeded by ``--seed``, the same on all
-    ranks: so is a random split of the data. Random values in ``__getitem__`` are the same after a resume only with
-    ``--num-workers 0``.
+    ranks, so that a random split of the data is the same too. Random values in ``__getitem__`` are the same after a
+    resume only with ``--num-workers 0``.
     """
 
     def model(self) -> "torch.nn.Module":
-        """The model, on the CPU; its weights may be random, all ranks get rank 0's."""
+        """Return the model, on the CPU; its weights may be random, since all ranks get rank 0's."""
 
     def train_data(self) -> Any:
-        """The training samples: ``len(data)`` and ``data[i]``, the same on every rank."""
+        """Return the training samples: ``len(data)`` and ``data[i]``, the same on every rank."""
 
     def test_data(self) -> Any:
-        """The samples to evaluate on after each epoch."""
+        """Return the samples to evaluate on after each epoch."""
 
     def loss(self, model: "torch.nn.Module", batch: Any) -> "torch.Tensor":
-        """The mean loss over the batch's samples, a scalar. Call ``model`` once."""
+        """Return the mean loss over the batch's samples, a scalar; call ``model`` once."""
 
 
 METHODS = ("model", "train_data", "test_data", "loss")
 JUDGES = (("predict", "targets"), ("measure",))
-"""A task must have all methods of one of these, too."""
+"""Groups of methods for the evaluation; a task must have all methods of one group."""
 MEASURES = ("accuracy", "loss", "f1")
-"""What is measured of a task without ``measure``."""
+"""The measures of a task without ``measure``."""
 
 
 class TaskError(TrainingError):
-    """A task that cannot be found or used; the message says what was wanted."""
+    """The task cannot be found or used; the message says what was wanted."""
 
 
 def load_task(name: str, *, if_taken: Collection[str] = (), **given: object) -> Task:
@@ -98,12 +98,12 @@ def load_task(name: str, *, if_taken: Collection[str] = (), **given: object) -> 
     ``Task`` is a class (or a function) that can be called without arguments, or an object that is a task.
 
     Args:
-        name: the task's.
-        if_taken: those of ``given`` that are left out if the class does not take them.
-        given: ``data``, ``model`` and others, as keywords for the class; those that are None or False are left out.
+        name: of the task.
+        if_taken: names in ``given`` that are left out if the class does not accept them.
+        given: ``data``, ``model`` and others, as keywords for the class; values None and False are left out.
 
     Raises:
-        TaskError: there is none of that name, it lacks a method, or does not accept an argument.
+        TaskError: there is no task of that name, it lacks a method, or its class does not accept a keyword.
     """
     where, _, attribute = BUILT_IN.get(name, name).rpartition(":")
     if not (where and attribute):
@@ -144,12 +144,12 @@ def load_task(name: str, *, if_taken: Collection[str] = (), **given: object) -> 
 
 
 def task_of(options: "Options") -> Task:
-    """The task that the command line names.
+    """Return the task that the command line names.
 
     Raises:
-        TaskError: as ``load_task``.
+        TaskError: see ``load_task``.
     """
-    # Without --model, the sizes that may differ are those of --init-from, which the loop loads.
+    # Without --model, the option is about the weights of --init-from or --resume-from, which the loop loads.
     ignore = options.ignore_mismatched_sizes and options.model is not None
     given = {name: getattr(options, name) for name in GIVEN}
     if_taken = ("ignore_mismatched_sizes",) if options.init_from or options.resume_from else ()
@@ -159,10 +159,10 @@ def task_of(options: "Options") -> Task:
 def optimizer_of(
     task: Task, module: "torch.nn.Module", lr: float, *, fused: bool = False
 ) -> "torch.optim.Optimizer":
-    """The task's own optimizer, or AdamW, perhaps fused.
+    """Return the task's own optimizer, or AdamW, fused if ``fused``.
 
     Raises:
-        TrainingError: it would compute the loss several times in a step.
+        TrainingError: the optimizer would compute the loss several times in a step.
     """
     import torch
 
@@ -191,19 +191,19 @@ def _options(keywords: Iterable[str]) -> str:
 
 
 def _module_of_name(name: str) -> ModuleType:
-    """Import by name, also from the working folder, as ``python -m`` does."""
+    """Import a module by name, also from the working folder, as ``python -m`` does."""
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but not one that it imports
+            raise  # the task's module exists, but a module that it imports does not
         raise TaskError(f"no module {error.name!r} for the task {name}, from {Path.cwd()}") from error
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """Import a file; like ``python path/to/file.py``, it can import from its own folder."""
+    """Import a file, which can import from its own folder, as with ``python path/to/file.py``."""
     if not path.is_file():
         raise TaskError(f"no file {path} for the task, from {Path.cwd()}")
     path = path.resolve()
@@ -211,7 +211,7 @@ def _module_of_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where a data loader's workers look up its classes
+    sys.modules[path.stem] = module  # a data loader's workers look up the task's classes here
     sys.path.insert(0, str(path.parent))
     spec.loader.exec_module(module)
     return module

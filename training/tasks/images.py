@@ -1,4 +1,4 @@
-"""Classification of images: a folder for each class, or STL10's files; with a small network or one of torchvision."""
+"""The task images: classify images from a folder per class, or STL10, by a small network or one of torchvision."""
 
 import importlib
 import importlib.util
@@ -16,13 +16,13 @@ from nodekit.training.tasks.classifier import Classifier, Sample
 from nodekit.training.tasks.rows import HELD_OUT, held_out
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-"""Of files that are taken for images, in any case."""
+"""Suffixes of image files, in lower or upper case."""
 
 _EVALUATED = ("val", "valid", "validation", "dev", "test")
-"""Folders for the evaluation, the first that is there; ``test`` is for ``final_data`` too."""
+"""Folders for the evaluation; the first one that exists is used. ``test`` is for ``final_data`` too."""
 _STL10_SIDE = 96
 _OF_16_BITS = ("PNG", "PPM")
-"""Formats whose grey of 16 bits is mode I to Pillow, for PNG in its older versions; in others mode I has 32 bits."""
+"""Formats whose 16-bit grey is Pillow's mode I (for PNG in older versions of Pillow); in others, mode I has 32 bits."""
 
 Data = torch.utils.data.Dataset[Sample]
 """Images, float32 ``(3, size, size)`` in -1 to 1, and labels, int64."""
@@ -38,10 +38,10 @@ class Images(Classifier):
 
         Args:
             data: a folder with ``train/CLASS/…`` and ``val/CLASS/…`` or ``test/CLASS/…`` (as for torchvision's
-                ImageFolder), or with ``CLASS/…`` alone, of which a share is held out; or STL10's, ``stl10_binary`` or
-                what it lies in.
-            model: of torchvision, by its name there. Absent: a small network.
-            image_size: the side of the square.
+                ImageFolder), or with ``CLASS/…`` only, of which a share is held out; or STL10's ``stl10_binary``, or
+                its parent folder.
+            model: the name of one of torchvision's models; None: a small network.
+            image_size: the side of the square, in pixels.
 
         Raises:
             TaskError: the folder has no such files, or a library is missing.
@@ -65,29 +65,29 @@ class Images(Classifier):
         self._torchvision = None if model is None else _torchvision(model)
 
     def model(self) -> nn.Module:
-        """The network with random weights; that of torchvision has as many outputs as there are classes."""
+        """Return the network, with random weights and an output for each class."""
         if self._torchvision is not None:
             return cast(nn.Module, self._torchvision(num_classes=len(self.labels)))
         layers: list[nn.Module] = []
-        # Group norm: no layer's result depends on how a batch was split.
+        # Group norm, so that no layer's result depends on how a batch is split over ranks.
         for before, after in ((3, 32), (32, 64), (64, 128), (128, 256)):
             layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(8, after), nn.ReLU()]
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, len(self.labels)))
 
     def train_data(self) -> Data:
-        """The training images."""
+        """Return the training images."""
         return self._splits["train"]
 
     def test_data(self) -> Data:
-        """The images for the evaluation after each epoch."""
+        """Return the images for the evaluation after each epoch."""
         return self._splits["dev"]
 
     def final_data(self) -> Data:
-        """Those in ``test``, for `kit test`; if there are none, those of ``test_data``."""
+        """Return the images in ``test``, for `kit test`; if there is no such folder, those of ``test_data``."""
         return self._splits.get("test", self._splits["dev"])
 
     def notes(self) -> list[str]:
-        """Whether images for the evaluation were taken from the training's."""
+        """Return a remark if images for the evaluation were taken from the training images."""
         return self._notes
 
     def _read_folders(self, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Images(Classifier):
         }
 
     def _split(self, folder: Path) -> list[tuple[Path, int]]:
-        """The files of another split, whose classes are train's."""
+        """Return the files of another split, with the numbers of their classes; all must be classes of train."""
         found = _by_class(folder)
         if unknown := sorted(set(found) - set(self.labels)):
             raise TaskError(
@@ -128,7 +128,7 @@ class Images(Classifier):
 
 
 class _Files(torch.utils.data.Dataset[Sample]):
-    """Image files, each read when it is asked for."""
+    """Image files; each is read when its sample is requested."""
 
     def __init__(self, files: Sequence[tuple[Path, int]], size: int) -> None:
         self._files, self._size = files, size
@@ -146,7 +146,7 @@ class _Files(torch.utils.data.Dataset[Sample]):
         except TaskError:
             raise
         except Exception as error:  # invalid bytes raise errors of many classes, a SyntaxError among them
-            # With a number, it is the disk, the rights or the descriptors.
+            # An error with an errno comes from the disk, the permissions or a lack of descriptors.
             is_damaged = getattr(error, "errno", None) is None
             cure = "remove it or fetch it again" if is_damaged else "wanted a file that this user can read"
             raise ValueError(f"{path} cannot be read ({error}): {cure}") from error
@@ -155,7 +155,7 @@ class _Files(torch.utils.data.Dataset[Sample]):
 
 
 def _rgb(file: Any, path: Path) -> Any:
-    """An open image of Pillow's in 8 bits per colour: ``convert`` alone makes most of a deeper grey white."""
+    """Return an open image of Pillow in 8 bits per colour; ``convert`` alone would turn most 16-bit grey white."""
     from PIL import Image  # an extra
 
     if file.mode.startswith("I;16") or (file.mode == "I" and file.format in _OF_16_BITS):
@@ -168,7 +168,7 @@ def _rgb(file: Any, path: Path) -> Any:
 
 
 class _Stl10(torch.utils.data.Dataset[Sample]):
-    """STL10's images, read from their file when they are asked for: uint8 ``(num, 3, column, row)``."""
+    """STL10's images, uint8 ``(num, 3, column, row)``, read from their file when a sample is requested."""
 
     def __init__(self, pixels: "np.ndarray[Any, Any]", labels: torch.Tensor, size: int) -> None:
         self._pixels, self._labels, self._size = pixels, labels, size
@@ -185,7 +185,7 @@ class _Stl10(torch.utils.data.Dataset[Sample]):
 
 
 def _read_stl10(folder: Path, size: int) -> tuple[tuple[str, ...], dict[str, Data]]:
-    """The names of the classes, and the splits."""
+    """Return the names of STL10's classes, and its splits."""
     splits: dict[str, Data] = {}
     num_classes = 0
     for split, stem in (("train", "train"), ("dev", "test")):
@@ -213,7 +213,7 @@ def _read_stl10(folder: Path, size: int) -> tuple[tuple[str, ...], dict[str, Dat
 
 
 def _by_class(folder: Path) -> dict[str, list[Path]]:
-    """Class → its image files, both in the order of their names."""
+    """Return class → its image files, both sorted by name."""
     found = {
         each.name: sorted(path for path in each.rglob("[!.]*") if path.suffix.lower() in SUFFIXES)
         for each in sorted(folder.iterdir())
@@ -227,7 +227,7 @@ def _by_class(folder: Path) -> dict[str, list[Path]]:
 
 
 def _torchvision(name: str) -> Any:
-    """The function of torchvision that makes the model of this name."""
+    """Return torchvision's function that makes the model of this name."""
     if importlib.util.find_spec("torchvision") is None:
         raise TaskError(f"--model {name}: the task images takes it from torchvision: pip install torchvision")
     try:

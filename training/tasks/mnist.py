@@ -1,4 +1,4 @@
-"""MNIST and data in its format (Fashion-MNIST, …) from the four IDX files; without them, the smaller digits."""
+"""The task mnist: MNIST, or data in its format (Fashion-MNIST, …), from four IDX files; without these, the digits."""
 
 import gzip
 import math
@@ -19,18 +19,18 @@ _IMAGES, _LABELS = 0x0803, 0x0801
 
 
 class Mnist(Digits):
-    """70,000 digits of 28 × 28 pixels from a folder; without one it is ``Digits``, whose data needs no download."""
+    """70,000 digits of 28 × 28 pixels from a folder; without a folder, ``Digits``, whose data needs no download."""
 
     def __init__(self, *, data: str | Path | None = None) -> None:
         """Read the files.
 
         Args:
             data: a folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte``
-                and ``t10k-labels-idx1-ubyte``, each plain or as .gz, in it or where torchvision's ``root`` has them,
-                in ``MNIST/raw``. Absent: the digits.
+                and ``t10k-labels-idx1-ubyte``, each plain or as .gz, or with these in ``MNIST/raw``, as torchvision's
+                ``root`` has them. None: the digits.
 
         Raises:
-            TaskError: one of them is missing or invalid.
+            TaskError: a file is missing or invalid.
         """
         self._has_files = data is not None
         if data is None:
@@ -39,7 +39,7 @@ class Mnist(Digits):
             self._train, self._test = _read_pair(Path(data), "train"), _read_pair(Path(data), "t10k")
 
     def notes(self) -> list[str]:
-        """What is trained if there is no folder."""
+        """Return a remark if there is no folder, and so no MNIST."""
         if self._has_files:
             return []
         return [
@@ -48,7 +48,7 @@ class Mnist(Digits):
         ]
 
     def model(self) -> nn.Module:
-        """The model of the digits, with one more pooling for the larger images."""
+        """Return a network of two convolutions; without a folder, the model of the digits."""
         if not self._has_files:
             return super().model()
         return nn.Sequential(
@@ -73,7 +73,7 @@ class _Bytes(Pixels):
 
 
 def _read_pair(folder: Path, split: str) -> Pixels:
-    """The images and labels of ``train`` or ``t10k``."""
+    """Return the images and labels of the split ``train`` or ``t10k``."""
     images_path = _find(folder, f"{split}-images-idx3-ubyte")
     labels_path = _find(folder, f"{split}-labels-idx1-ubyte")
     images, labels = _read_idx(images_path, _IMAGES), _read_idx(labels_path, _LABELS)
@@ -102,7 +102,10 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def _read_idx(path: Path, magic: int) -> torch.Tensor:
-    """An IDX file as uint8 in its shape: magic number and sizes as big-endian 32 bits, then the bytes."""
+    """Return an IDX file's content, uint8 in its shape.
+
+    The file has a magic number and the sizes, as big-endian 32-bit numbers, and then the bytes.
+    """
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
@@ -121,5 +124,5 @@ def _read_idx(path: Path, magic: int) -> torch.Tensor:
             f"{path} has {len(raw) - start} bytes after its header, which says {said}: wanted "
             f"{math.prod(sizes)}; fetch it again"
         )
-    # A copy, since torch wants a writable buffer; with the header, since torch.frombuffer refuses an empty one.
+    # Copy, since torch wants a writable buffer, and include the header, since torch.frombuffer refuses an empty buffer.
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)[start:].view(sizes)

@@ -1,4 +1,4 @@
-"""Labelled text from files with tabs (as cnews), JSON and CSV files; errors name the file and line."""
+"""Read labelled texts from files with tabs (as cnews), JSON and CSV files; errors name the file and line."""
 
 import csv
 import io
@@ -13,32 +13,32 @@ from typing import Any
 from nodekit.training.tasks import TaskError
 
 TEXT_NAMES = ("text", "sentence", "content")
-"""Names for the text in JSON objects and in a CSV's header; the label is always ``label``."""
+"""Names for the text in JSON objects and in a CSV's header; the label's name is always ``label``."""
 LABEL_NAMES = "labels.txt"
-"""A file beside the data with a label's name on each line, for labels that are numbers: the first is 0."""
+"""A file beside the data with a label's name on each line, for data whose labels are numbers from 0."""
 HELD_OUT = 0.08
-"""The share of train that is the dev split where there is no file for it, as in the tutorials' ``ratio = 0.92``."""
+"""The share of train that becomes the dev split if there is no file for it, as in the tutorials' ``ratio = 0.92``."""
 
 _SWAPPED = 5
-"""So many times as many labels as texts are no labels."""
+"""If there are more than so many different labels for each different text, labels and texts seem to be swapped."""
 _STEMS = {"train": ("train",), "dev": ("dev", "val", "valid", "validation"), "test": ("test",)}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample; label and text are not empty, and without white space around them."""
+    """One sample; label and text are not empty, and are stripped of white space."""
 
     label: str
     text: str
 
 
 def find_rows(folder: Path, split: str) -> Path:
-    """The one file of a split in a folder: ``train.tsv``, or with something before it, as ``cnews.train.txt``.
+    """Return the one file of a split in a folder: ``train.tsv``, or with a prefix, such as ``cnews.train.txt``.
 
     The split dev may also be called val, valid or validation.
 
     Raises:
-        TaskError: there is none, or more than one.
+        TaskError: there is no such file, or more than one.
     """
     if not folder.is_dir():
         raise TaskError(f"no folder {folder} for the data, from {Path.cwd()}")
@@ -51,14 +51,14 @@ def find_rows(folder: Path, split: str) -> Path:
 
 
 def has_rows(folder: Path, split: str) -> bool:
-    """Whether the folder has a file of that split."""
+    """Whether the folder has a file of this split."""
     return bool(_files(folder, split))
 
 
 def read_rows(
     path: Path, labels: Collection[str] | None = None, *, names: Sequence[str] | None = None
 ) -> list[Row]:
-    """The rows of a UTF-8 file, in its order; the suffix says in which format.
+    """Read the rows of a UTF-8 file, in its order; the suffix determines the format.
 
     ``.tsv``, ``.txt``: ``label<TAB>text``, no header. ``.json``: an array of ``[text, label]`` or of objects
     ``{"label": …, "text": …}``. ``.jsonl`` (and ``.json``): one of these per line. ``.csv``: a header with ``label``
@@ -66,11 +66,11 @@ def read_rows(
 
     Args:
         path: the file.
-        labels: no other label may occur.
-        names: of the labels that are numbers; the first name is that of 0.
+        labels: the only labels that may occur; None: any.
+        names: of labels that are numbers, by number; None: keep the numbers.
 
     Raises:
-        TaskError: a row is invalid; it says the file, the line, what was found and what was wanted.
+        TaskError: a row is invalid; the message has the file, the line, what was found and what was wanted.
     """
     if path.suffix not in _READERS:
         raise TaskError(f"{path} ends in {path.suffix!r}: wanted one of {', '.join(_READERS)}")
@@ -93,13 +93,13 @@ def read_rows(
 
 
 def read_splits(folder: Path, labels: Collection[str] | None = None) -> dict[str, list[Row]]:
-    """The rows of a folder's train, dev and, if it is there, test.
+    """Read the rows of a folder's splits train and dev, and test if there is a file for it.
 
-    Without a file for dev, it is a share of train, `HELD_OUT`: always the same rows, which train then lacks.
+    Without a file for dev, a share of train, `HELD_OUT`, is moved to dev: the same rows every time.
 
     Args:
-        folder: with a file for each, as `find_rows` wants them.
-        labels: the only ones that may occur; None: those of ``labels.txt``, else of train.
+        folder: with a file for each split, as `find_rows` looks for them.
+        labels: the only labels that may occur; None: those in ``labels.txt``, otherwise those of train.
 
     Raises:
         TaskError: train is missing, a split has two files, or a row is invalid.
@@ -133,12 +133,12 @@ def read_splits(folder: Path, labels: Collection[str] | None = None) -> dict[str
 
 
 def held_out(num: int) -> list[int]:
-    """Which of ``num`` training samples are the dev split where there is no other: always the same `HELD_OUT`."""
+    """Return the indices of ``num`` training samples that become the dev split, a share of `HELD_OUT`; always equal."""
     return sorted(random.Random(0).sample(range(num), max(1, round(num * HELD_OUT))))  # noqa: S311  # no secret
 
 
 def _files(folder: Path, split: str) -> list[Path]:
-    """The files of a split; those with something before its name count only if there is none without."""
+    """Return the files of a split; files with a prefix before the split's name only if there are none without."""
     stems, suffixes = "|".join(_STEMS[split]), "|".join(map(re.escape, _READERS))
     for pattern in (rf"({stems})({suffixes})", rf"[^.].*[._-]({stems})({suffixes})"):
         found = sorted(
@@ -174,7 +174,7 @@ class _BadRow(ValueError):
 
 
 _Rows = Iterator[tuple["int | str", str, str]]
-"""Line (or item), label and text."""
+"""Yields line number (or item), label and text."""
 
 
 def _tsv(content: str) -> _Rows:
@@ -190,7 +190,7 @@ def _tsv(content: str) -> _Rows:
 
 
 def _json(content: str) -> _Rows:
-    """An array, or a value on each line."""
+    """Read an array, or a value on each line."""
     if not content.lstrip().startswith("["):
         return _json_lines(content)
     try:
@@ -217,7 +217,7 @@ _JSON_ROW = '{"label": …, "text": …} or [text, label]'
 
 
 def _labelled(value: Any, line: "int | str") -> tuple[str, str]:
-    """Label and text of a JSON value."""
+    """Return label and text of a JSON value."""
 
     def shown() -> str:
         return _short(json.dumps(value, ensure_ascii=False))
@@ -247,7 +247,7 @@ def _csv(content: str) -> _Rows:
         if "label" not in header or text_name is None:
             raise _BadRow(1, f"the header {_short(','.join(header))}", "a header with label and text")
         label_column, text_column = header.index("label"), header.index(text_name)
-        line = reader.line_num + 1  # of the next row: one in quotes may span several lines
+        line = reader.line_num + 1  # where the next row begins: a row with quotes may span several lines
         for columns in reader:
             if len(columns) != len(header):
                 found = f"{len(columns)} column(s)" if columns else "an empty line"
@@ -261,7 +261,7 @@ def _csv(content: str) -> _Rows:
 
 
 def _short(text: str) -> str:
-    """The text for an error message, shortened."""
+    """Return a text for an error message, shortened to 40 characters."""
     return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
 

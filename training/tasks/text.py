@@ -1,4 +1,4 @@
-"""Classification of text with a pretrained or a small BERT; by default of six emotions."""
+"""The task text: classify texts by a pretrained or a small BERT; the default data are sentences of six emotions."""
 
 import importlib
 import logging
@@ -18,13 +18,13 @@ from nodekit.training.tasks.rows import HELD_OUT, has_rows, read_splits
 from nodekit.training.weights.export import difference
 
 EMOTIONS = ("其他", "喜好", "悲伤", "厌恶", "愤怒", "高兴")
-"""The labels of the sentences that come with kit: other, liking, sadness, disgust, anger, joy."""
+"""The labels of kit's own sentences: other, liking, sadness, disgust, anger, joy."""
 
 _log = logging.getLogger("nodekit.training")
 
-_IDEOGRAPH = re.compile("[\u4e00-\u9fff]")  # each is a word to BERT's tokenizers
+_IDEOGRAPH = re.compile("[\u4e00-\u9fff]")  # for BERT's tokenizers, each ideograph is a word
 _MOST_COUNTED = 5000
-"""Texts whose tokens are counted to tell how many are cut; of more, it is estimated by so many."""
+"""The most texts that are tokenized to count how many are cut; of more texts, about so many are a sample."""
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -36,7 +36,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Text:
-    """Sentences and ``BertForSequenceClassification``; on the emotions it reaches some 75 % in a minute on one core.
+    """Texts and ``BertForSequenceClassification``; reaches some 75 % accuracy on the emotions in a minute on one core.
 
     A pretrained BERT needs a smaller learning rate than ``--lr``'s default, such as 3e-5.
     """
@@ -53,11 +53,11 @@ class Text:
 
         Args:
             data: a folder with train, dev and test as .tsv, .txt, .json, .jsonl or .csv; see ``rows``. Without dev, a
-                share of train is held out. Absent: the emotions.
-            model: a BERT's folder, or its name at the hub. Absent: a small one with random weights, whose vocabulary
-                is the characters of the training texts.
-            ignore_mismatched_sizes: take the weights of that BERT whose shapes fit, and list the others.
-            max_length: tokens per text, [CLS] and [SEP] included; longer texts are cut.
+                share of train is held out. None: the emotions.
+            model: a BERT's folder, or its name at the hub. None: a small BERT with random weights, whose vocabulary is
+                the characters of the training texts.
+            ignore_mismatched_sizes: load only the weights of ``model`` whose shapes fit, and list the others.
+            max_length: the most tokens per text, [CLS] and [SEP] included; longer texts are cut.
 
         Raises:
             TaskError: transformers is not installed, or a row of the data or the model is invalid.
@@ -80,7 +80,7 @@ class Text:
             if self._name is None
             else self._load("tokenizer", self._transformers.AutoTokenizer, self._name)
         )
-        # Without its files, transformers creates a tokenizer without a vocabulary, rather than raise an error.
+        # If a tokenizer's files are missing, transformers makes one without a vocabulary instead of raising an error.
         if config is not None and not len(SPECIAL_TOKENS) < len(self.tokenizer) <= config.vocab_size:
             raise TaskError(
                 f"the tokenizer of {self._name} has {len(self.tokenizer)} tokens and the model {config.vocab_size}: "
@@ -99,17 +99,17 @@ class Text:
         self._bert.label2id = {name: i for i, name in enumerate(self.labels)}
 
     def model(self) -> nn.Module:
-        """A ``BertForSequenceClassification``; random weights come from torch's global generator.
+        """Return a ``BertForSequenceClassification``; random weights come from torch's global generator.
 
         Raises:
-            TaskError: the pretrained weights cannot be loaded, or have other shapes and that is not to be ignored.
+            TaskError: the pretrained weights cannot be loaded, or do not fit and ``ignore_mismatched_sizes`` is False.
         """
         bert = self._transformers.BertForSequenceClassification
         if self._name is None:
             return cast(nn.Module, bert(self._bert))
         says = self._transformers.utils.logging
         verbosity = says.get_verbosity()
-        says.set_verbosity_error()  # each rank would print a table of what we list once
+        says.set_verbosity_error()  # each rank would print a table of the weights that are listed once below
         try:
             module, found = self._load(
                 "model",
@@ -137,18 +137,18 @@ class Text:
         return cast(nn.Module, module.train())
 
     def train_data(self) -> list[Sample]:
-        """The train split; of the emotions 1,088."""
+        """Return the train split; 1,088 samples of the emotions."""
         return self._data["train"]
 
     def test_data(self) -> list[Sample]:
-        """The dev split, for the evaluation after each epoch; of the emotions 204."""
+        """Return the dev split, for the evaluation after each epoch; 204 samples of the emotions."""
         return self._data["dev"]
 
     def final_data(self) -> list[Sample]:
-        """The test split, for `kit test`; of the emotions 204.
+        """Return the test split, for `kit test`; 204 samples of the emotions.
 
         Raises:
-            TaskError: the data has none.
+            TaskError: the data has no test split.
         """
         if "test" not in self._data:
             raise TaskError(
@@ -157,7 +157,7 @@ class Text:
         return self._data["test"]
 
     def notes(self) -> list[str]:
-        """Whether dev was taken from train, and how many texts are cut."""
+        """Return remarks if dev was taken from train, and on how many texts are cut."""
         notes = []
         if self._is_held_out:
             num = len(self._data["dev"])
@@ -174,40 +174,40 @@ class Text:
         return notes
 
     def encode(self, texts: Sequence[str]) -> Batch:
-        """The texts as input for the model, without ``labels``, padded to the longest."""
+        """Return texts as input for the model, without ``labels``, padded to the longest."""
         encoded = self.tokenizer(
             list(texts), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
         )
         return dict(encoded)  # a plain dict, which the loop can move to the GPU
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """A batch of samples, with ``labels``."""
+        """Return samples as a batch, with ``labels``."""
         texts, labels = zip(*samples, strict=True)
         return {**self.encode(texts), "labels": torch.tensor(labels)}
 
     def predict(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The scores before softmax, float32 ``(num, len(labels))``; ``.argmax(1)`` gives indices into ``labels``."""
+        """Return the scores before softmax, float32 ``(num, len(labels))``; ``.argmax(1)`` gives indices of labels."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         return cast(torch.Tensor, model(**inputs).logits).float()
 
     def targets(self, batch: Batch) -> torch.Tensor:
-        """The right indices into ``labels``, int64 ``(num,)``."""
+        """Return the right indices into ``labels``, int64 ``(num,)``."""
         return batch["labels"]
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross-entropy, the mean over the batch."""
+        """Return the cross-entropy, the mean over the batch."""
         return functional.cross_entropy(self.predict(model, batch), batch["labels"])
 
     def export(self, folder: Path) -> None:
-        """Write configuration and vocabulary, which transformers' ``from_pretrained`` needs."""
+        """Write configuration and vocabulary, for transformers' ``from_pretrained``."""
         self._bert.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         tokens = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
-        # transformers 5 writes tokenizer.json only; older readers of BERT need this.
+        # transformers 5 writes tokenizer.json only; older readers of BERT need vocab.txt.
         (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
 
     def _config(self, name: str) -> Any:
-        """The configuration, loaded first, to report a wrong name soon."""
+        """Return a model's configuration, loaded first of its files so that a wrong name is reported soon."""
         config = self._load("configuration", self._transformers.AutoConfig, name)
         if config.model_type != "bert":
             raise TaskError(f"the model {name} is of the type {config.model_type!r}: wanted 'bert'")
@@ -234,14 +234,14 @@ class Text:
             ) from error
 
     def _num_cut(self, texts: Sequence[str]) -> tuple[int, bool]:
-        """How many texts have more than ``max_length`` tokens, and whether that is exact."""
+        """Return how many texts have more than ``max_length`` tokens, and whether the number is exact."""
         num, unsure = 0, list[str]()
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         splits_ideographs = getattr(getattr(backend, "normalizer", None), "handle_chinese_chars", False)
         for text in texts:
             if len(text) + 2 <= self.max_length:  # with [CLS] and [SEP]; a token has one character or more
                 continue
-            # An ideograph is a token and a word one or more, which is quicker to count than tokens.
+            # An ideograph is a token, and a word is one or more: counting these is faster than tokenizing.
             start = text[: 4 * self.max_length]
             if splits_ideographs and len(_IDEOGRAPH.sub(" x ", start).split()) + 2 > self.max_length:
                 num += 1
@@ -255,7 +255,7 @@ class Text:
         return [len(ids) for ids in self.tokenizer(list(texts), verbose=False)["input_ids"]] if texts else []
 
     def _character_tokenizer(self, texts: Iterable[str]) -> Any:
-        """A BERT tokenizer of single characters; within Latin words and numbers they begin with ##."""
+        """Return a BERT tokenizer of single characters; within Latin words and numbers, tokens begin with ##."""
         make = self._transformers.BertTokenizerFast
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "vocab.txt")
@@ -266,7 +266,7 @@ class Text:
                 characters.update(text)
                 others.update(_IDEOGRAPH.sub(" ", text).split(" "))
             tokens = set(filter(_IDEOGRAPH.fullmatch, characters))
-            for text in others:  # split into words as the tokenizer does, which takes a while: each once
+            for text in others:  # each once, since splitting into words as the tokenizer does takes long
                 for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text)):
                     tokens.add(word[0])
                     tokens.update(f"##{character}" for character in word[1:])
@@ -275,7 +275,11 @@ class Text:
 
 
 def _transformers() -> Any:
-    """Import transformers, which is large, for this task only."""
+    """Import transformers, which is large, for this task only.
+
+    Raises:
+        TaskError: transformers is not installed.
+    """
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -285,12 +289,12 @@ def _transformers() -> Any:
 
 
 def _labels(found: set[str], config: Any) -> tuple[str, ...]:
-    """The labels in an order that is the same in every run; that of the model, if it was trained on them."""
+    """Return the labels in an order that is the same in every run: the model's, if it was trained on these labels."""
     if config is not None and set(config.id2label.values()) == found:
         return tuple(config.id2label[i] for i in range(len(found)))
     if found == set(EMOTIONS):
         return EMOTIONS
-    # Numbers in their order, so that 0, 1, … are also the indices of the model's outputs.
+    # Sort numbers by value, so that 0, 1, … are also the indices of the model's outputs.
     return tuple(
         sorted(
             found, key=lambda label: (not label.isdecimal(), int(label) if label.isdecimal() else 0, label)
