@@ -1,4 +1,4 @@
-"""Reads the options of ``python -m nodekit.training``, and checks them before anything slow is started."""
+"""Read the options of ``python -m nodekit.training``, and check them before anything slow is started."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from nodekit.training.options.option_files import parse_with_files
 from nodekit.training.options.options import Options
 
 _INSTEAD = {"--local-world-size": "--nproc-per-node", "--bert-dir": "--model"}
-"""What scripts often call an option, where the nearest spelling is another one."""
+"""Scripts' name for an option → its name here, for names that spelling alone does not lead to."""
 
 
 class OptionsError(ValueError):
@@ -51,13 +51,16 @@ def read(
     *,
     folder: Path | None = None,
 ) -> Options:
-    """Read the command line (default: this process's), and the files that it names, if there is a ``folder`` for them.
+    """Read the command line, and the files that it names if ``folder`` is given.
 
-    ``environ`` (default: this process's) may hold kit's defaults: ``NODEKIT_SNAPSHOT_EVERY`` for
-    ``--snapshot-seconds`` and ``NODEKIT_COLLECTIVE_TIMEOUT_S`` for ``--timeout``.
+    Args:
+        arguments: the command line; None: this process's.
+        environ: None: this process's. It may have kit's defaults: ``NODEKIT_SNAPSHOT_EVERY`` for
+            ``--snapshot-seconds``, ``NODEKIT_COLLECTIVE_TIMEOUT_S`` for ``--timeout``, ``NODEKIT_ON_NAN``.
+        folder: the folder in which the command will run, or its copy here; None: do not read files.
 
     Raises:
-        OptionsError: an option is invalid, or does not go with another.
+        OptionsError: an option is invalid, or conflicts with another.
         SystemExit: with 0, after ``--help``.
     """
     env = os.environ if environ is None else environ
@@ -115,7 +118,7 @@ def _with_dashes(argument: str) -> str:
 
 
 def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
-    """What does not go together, each a sentence for the user.
+    """Yield a message for each conflict between options.
 
     Args:
         options: as they were given.
@@ -124,7 +127,7 @@ def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
     without = {option.name: option.metadata["without"] for option in fields(options)}
     if options.compress != "fp16":
         without["compress"] = without["compress"] | {"horovod": "has fp16 alone"}
-    if options.snapshot_format == "whole":  # so are those of all other engines
+    if options.snapshot_format == "whole":  # allowed for all engines, which save whole snapshots anyway
         without["snapshot_format"] = {}
     for option in fields(options):
         value, reasons = getattr(options, option.name), without[option.name]
@@ -147,7 +150,7 @@ def _problems(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _problems_of_ranks(options: Options, environ: Mapping[str, str]) -> Iterator[str]:
-    """What does not go with the number of ranks, or with what starts them."""
+    """Yield a message for each conflict with the number of ranks, or with their launcher."""
     if options.local_rank is not None and environ.get("LOCAL_RANK") != str(options.local_rank):
         found = (
             f"LOCAL_RANK is {environ['LOCAL_RANK']}" if "LOCAL_RANK" in environ else "LOCAL_RANK is not set"

@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed configuration: what it says of our options, of the optimizer, and to DeepSpeed itself."""
+"""Read a user's DeepSpeed configuration: values of kit's options, the optimizer, and settings for DeepSpeed itself."""
 
 import json
 from collections.abc import Mapping
@@ -16,53 +16,55 @@ OURS = (
     *("managed_gradient_accumulation", "gradient_clipping", "optimizer", "scheduler"),
     *("fp16", "bf16", "bfloat16", "amp", "torch_autocast"),
 )
-"""Keys that are options here, or the optimizer; DeepSpeed does not get them."""
+"""Keys that become kit's options or the optimizer, and are not passed to DeepSpeed."""
 
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _SCHEDULED = {"warmup_min_lr": 0, "warmup_min_ratio": 0, "cos_min_ratio": 0, "warmup_type": "linear"}
-"""What the schedules here do."""
+"""Parameters of schedulers → the only value that kit's schedules support."""
 _OPTIMIZER_PARAMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The value of one of our options."""
+    """The value of one of kit's options, from the file."""
 
     key: str
+    """The file's key."""
     value: Any
+    """The option's value."""
     shown: Any
-    """As the file has it."""
+    """The value as the file has it, for messages."""
 
 
 @dataclass(slots=True)
 class Settings:
-    """What the file says."""
+    """The settings of a file."""
 
     options: dict[str, Setting] = field(default_factory=dict)
     """Option → its value."""
     batch_size: int | None = None
-    """The global batch that follows from a batch for each rank; ``--batch-size`` may be another."""
+    """The global batch that the file's batch per rank gives; ``--batch-size`` may set another one."""
     optimizer: dict[str, Any] = field(default_factory=dict)
-    """Arguments for `make_optimizer`; empty for the task's own."""
+    """Arguments for `make_optimizer`; empty for the task's own optimizer."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """For DeepSpeed."""
+    """Settings that are passed to DeepSpeed."""
     problems: list[str] = field(default_factory=list)
-    """What cannot be followed."""
+    """Messages on settings that kit cannot follow."""
 
     def defaults(self) -> dict[str, Any]:
-        """The values of our options, where the command line has none."""
+        """Return option → value, the defaults that the file gives to kit's options."""
         batch = {} if self.batch_size is None else {"batch_size": self.batch_size}
         return batch | {name: setting.value for name, setting in self.options.items()}
 
     def clashes(self, given: Mapping[str, Any]) -> list[str]:
-        """Everything that cannot be followed, a clause each.
+        """Return a clause for each setting that kit cannot follow, or that the command line contradicts.
 
         Args:
-            given: option → value, where `defaults` are the defaults.
+            given: option → value, parsed with `defaults` as the defaults.
         """
         found = list(self.problems)
         for name, setting in self.options.items():
-            # The two exclude each other, and --accumulate would win.
+            # The two options exclude each other, and --accumulate would take precedence.
             rival = {"micro_batch": "accumulate", "accumulate": "micro_batch"}.get(name, "")
             for option, clash in (
                 (name, given[name] != setting.value),
@@ -80,10 +82,10 @@ def read_settings(path: Path, num_ranks: int = 1) -> Settings:
 
     Args:
         path: of a JSON object.
-        num_ranks: how many ranks a batch for each of them is for.
+        num_ranks: the number of ranks, to compute the global batch from a batch per rank.
 
     Raises:
-        EngineError: it cannot be read.
+        EngineError: the file cannot be read.
     """
     reader = _Reader(_without_auto(read_object(path, "--deepspeed-config")))
     reader.batch(num_ranks)
@@ -95,10 +97,10 @@ def read_settings(path: Path, num_ranks: int = 1) -> Settings:
 
 
 def read_object(path: Path, option: str) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
-        EngineError: there is none.
+        EngineError: the file cannot be read, or is not a JSON object; the message names ``option``.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -114,7 +116,7 @@ def read_object(path: Path, option: str) -> dict[str, Any]:
 def make_optimizer(
     path: Path, module: "torch.nn.Module", lr: float, *, fused: bool = False
 ) -> "torch.optim.Optimizer | None":
-    """The optimizer that the file names, as torch has it; None if it names none."""
+    """Return torch's optimizer for the one that the file names; None if it names none."""
     if not (arguments := read_settings(path).optimizer):
         return None
     import torch
@@ -140,7 +142,7 @@ class _Reader:
         if micro:
             self._take("micro_batch", "train_micro_batch_size_per_gpu", micro)
             self.found.batch_size = int(micro * (parts or 1) * num_ranks)
-        elif parts:  # else they follow from the batch and the micro-batch
+        elif parts:  # with a micro-batch, the number of parts follows from the batch
             self._take("accumulate", "gradient_accumulation_steps", parts)
 
     def precision(self) -> None:
@@ -166,7 +168,7 @@ class _Reader:
             self._refuse(f"optimizer.params.{name}", params[name], f"only {', '.join(_OPTIMIZER_PARAMS)}")
         if lr := self._number("optimizer.params.lr"):
             self._take("lr", "optimizer.params.lr", lr)
-        # DeepSpeed's Adam too decays weights as AdamW does, and by 0 if nothing else is said.
+        # DeepSpeed's Adam decays weights as AdamW does, and by 0 by default.
         own = {"weight_decay": 0.0, "is_decoupled": kind == "AdamW" or params.get("adam_w_mode", True)}
         self.found.optimizer = own | {
             name: params[name] for name in ("betas", "eps", "weight_decay") if name in params
@@ -206,7 +208,7 @@ class _Reader:
             self._take("zero", "zero_optimization.stage", stage)
 
     def _kind_and_params(self, name: str) -> tuple[str | None, Mapping[str, Any]]:
-        """A section's ``type`` and its parameters; None if there is no such section."""
+        """Return a section's ``type``, or None if there is none, and its ``params``."""
         section = self._section(name)
         if section and "type" not in section:
             self._refuse(name, "without a type", f"its type, or no {name}")
@@ -222,7 +224,7 @@ class _Reader:
         return found
 
     def _number(self, key: str, *, is_whole: bool = False, least: float | None = None) -> Any:
-        """The number at a key; None if there is none, or none that could be meant."""
+        """Return the number at a key; None if there is none, or, with a problem noted, if it is invalid."""
         section, _, name = key.rpartition(".")
         value = (self._section(section) if section else self.config).get(name)
         is_number = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
@@ -232,7 +234,7 @@ class _Reader:
         return None
 
     def _take(self, option: str, key: str, value: Any, shown: Any = None) -> None:
-        """Note what an option is; two keys may say it, if they say the same."""
+        """Set an option's value; note a problem if another key has set a different one."""
         setting = Setting(key, value, value if shown is None else shown)
         before = self.found.options.setdefault(option, setting)
         if before.value != value:

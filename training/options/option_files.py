@@ -1,4 +1,4 @@
-"""The files that options name: what they say of other options, and whether all of it can be followed."""
+"""Read the files that options name, which give defaults for other options, and check that kit can follow them."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,16 @@ def parse_with_files(
     environ: Mapping[str, str],
     folder: Path,
 ) -> argparse.Namespace:
-    """Parse a command line whose files give defaults; files that are not there are left to the ranks.
+    """Parse a command line whose files give defaults; files that are missing here are left for the ranks to check.
 
     Args:
         parser: of ``Options``.
         arguments: the command line.
         environ: of a rank, or of the process that will start the ranks.
-        folder: where the command will run; its copy here, if the ranks run elsewhere.
+        folder: the folder in which the command will run, or its copy here if the ranks run elsewhere.
 
     Raises:
-        TrainingError: a file cannot be read, or says what cannot be followed; all of that is named.
+        TrainingError: a file cannot be read, or has settings that kit cannot follow; the message names all of them.
     """
     given = parser.parse_args(arguments)
     if given.engine == "trainer" and (path := _there(given.training_args, folder)):
@@ -40,7 +40,7 @@ def parse_with_files(
 
 
 def _there(path: Path | None, folder: Path) -> Path | None:
-    """The file; not an absolute one for another machine."""
+    """Return the file's path in ``folder``; None if it is missing, or absolute while ``folder`` is a copy."""
     if path is None or (path.is_absolute() and folder != Path()):
         return None
     return folder / path if (folder / path).is_file() else None
@@ -50,7 +50,7 @@ def _num_ranks(given: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if (known := environ.get("WORLD_SIZE", "")).isdecimal():
         return int(known)
     if given.launcher == "spawn" and not given.nproc_per_node:
-        # torch knows how many GPUs there are, and will be needed.
+        # Importing torch to count the GPUs costs nothing extra: this process needs torch anyway.
         from nodekit.training.process.devices import kind_here, number_of
 
         return number_of(kind_here()) or 1

@@ -1,6 +1,6 @@
-"""The options of ``python -m nodekit.training``, each declared once, and what follows from them.
+"""The options of ``python -m nodekit.training``, each declared once, and values computed from them.
 
-For one: the learning rate of a step, the size of micro-batches. training/options/arguments.py reads them.
+Such values are the learning rate of a step and the size of micro-batches. ``arguments.py`` reads the options.
 """
 
 import math
@@ -16,11 +16,11 @@ from nodekit.training.options import values
 from nodekit.training.reporting.trackers import TRACKERS
 
 LINEAR_LR_BATCH = 256
-"""The batch that ``--lr`` is meant for under ``--lr-scale``."""
+"""The batch size for which ``--lr`` is given with ``--lr-scale``."""
 _LR_EXPONENTS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 ALL_EPOCHS = sys.maxsize
-"""``--save-every-epoch`` without a number."""
+"""The value of ``--save-every-epoch`` without a number."""
 
 
 def _option(
@@ -38,12 +38,12 @@ def _option(
 
     Args:
         group: the heading in ``--help``.
-        default: of the field; ``--help`` shows it, unless it is None or False or ``about`` names another.
+        default: of the field; ``--help`` shows it unless it is None or False, or ``about`` states a default.
         about: the text for ``--help``.
-        either: options with the same name here exclude each other.
-        env: a variable that, where it is set, replaces the default.
+        either: the name of a group whose options exclude each other.
+        env: an environment variable that replaces the default if it is set.
         without: engine → why that engine cannot do what the option asks for.
-        may_change: whether a run may go on from a snapshot that was taken with another value (see `fingerprint`).
+        may_change: whether a run may go on from a snapshot taken with another value (see `folder.default_folder`).
         settings: for ``add_argument``.
     """
     if default is False:
@@ -364,17 +364,17 @@ class Options:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank saves its own part of a snapshot."""
+        """Whether each rank saves its own part of a snapshot (see ``snapshots.sharded``)."""
         return self.engine == "fsdp" and self.snapshot_format != "whole"
 
     def largest_micro_batch(self, world_size: int) -> int | None:
-        """Most samples a rank computes at once, by ``--micro-batch`` or ``--accumulate``; None for no limit."""
+        """Return the most samples that a rank computes at once; None for no limit."""
         if self.accumulate is None:
             return self.micro_batch
         return -(-self.batch_size // (world_size * self.accumulate))
 
     def lr_factor(self, step: int, total_steps: int) -> float:
-        """The schedule's factor on ``peak_lr`` in step ``step`` (from 0) of ``total_steps``."""
+        """Return the schedule's factor on ``peak_lr`` in step ``step`` (from 0) of ``total_steps``."""
         warmup = total_steps // 20 if self.warmup_steps is None else self.warmup_steps
         if step < warmup:
             return (step + 1) / warmup

@@ -1,4 +1,4 @@
-"""A user's own TrainingArguments for ``--engine trainer``: which of them kit leaves to the user."""
+"""Read a user's TrainingArguments for ``--engine trainer``, and refuse those that kit decides."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -15,7 +15,7 @@ TAKEN = (
     *("ddp_bucket_cap_mb", "ddp_static_graph"),
     *("tf32", "disable_tqdm", "log_level", "log_level_replica", "log_on_each_node", "debug"),
 )
-"""What the Trainer does by itself in kit's runs."""
+"""The arguments that a user may set."""
 
 DECIDED = {
     "--output": "output_dir overwrite_output_dir logging_dir",
@@ -59,16 +59,16 @@ DECIDED = {
     "push_to_hub_organization hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
     "kit test and kit predict": "do_train do_predict",
 }
-"""What decides it → the arguments, of transformers 4 and 5."""
+"""What decides instead, for the message → the refused arguments, of transformers 4 and 5."""
 
 _DECIDED_BY = {name: by for by, names in DECIDED.items() for name in names.split()}
 
 
 def read_arguments(path: Path) -> dict[str, Any]:
-    """The user's arguments, those of ``TAKEN`` alone.
+    """Return the arguments in a user's file, all of which are in ``TAKEN``.
 
     Raises:
-        EngineError: the file cannot be read, or has others; all are named.
+        EngineError: the file cannot be read, or has other arguments; the message names all of them.
     """
     found = read_object(path, OPTION)
     if problems := list(_problems(found)):

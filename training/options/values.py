@@ -1,4 +1,4 @@
-"""The values that options take: each function reads one from its text, for argparse."""
+"""Parse the values of options: each function takes the text from the command line, for argparse."""
 
 import argparse
 import math
@@ -15,7 +15,7 @@ def _float(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0."""
     number = _float(text)
     if not (number > 0 and math.isfinite(number)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
@@ -23,7 +23,7 @@ def positive(text: str) -> float:
 
 
 def auto_or_positive(text: str) -> float | None:
-    """A number above 0; None for auto."""
+    """Parse a number above 0; return None for auto."""
     try:
         return None if text == "auto" else positive(text)
     except argparse.ArgumentTypeError as error:
@@ -31,7 +31,7 @@ def auto_or_positive(text: str) -> float | None:
 
 
 def fraction(text: str) -> float:
-    """A number from 0 and below 1."""
+    """Parse a number from 0 and below 1."""
     number = _float(text)
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 and below 1")
@@ -39,7 +39,7 @@ def fraction(text: str) -> float:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return what reads a whole number, ``least`` or more."""
+    """Return a function that parses a whole number, ``least`` or more."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
@@ -50,7 +50,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def gpus(text: str) -> tuple[int, ...]:
-    """Numbers of GPUs: ``0,1``."""
+    """Parse numbers of GPUs, such as ``0,1``; each may occur once."""
     numbers = text.split(",")
     if not all(each.isascii() and each.isdigit() for each in numbers) or len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(f"{text!r}: different numbers of GPUs were wanted, such as 0,1")
@@ -58,7 +58,7 @@ def gpus(text: str) -> tuple[int, ...]:
 
 
 def init_method(text: str) -> str:
-    """A URL for ``InitMethod``."""
+    """Check a URL for ``InitMethod``, and return it unchanged."""
     try:
         InitMethod.parse(text)
     except ValueError as error:
