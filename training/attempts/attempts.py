@@ -1,4 +1,4 @@
-"""A user's own training function, called again in the same process for each attempt that it takes part in."""
+"""Run a user's own training function, once for each attempt, in the same process."""
 
 import gc
 import logging
@@ -19,8 +19,8 @@ def run_attempts(
 ) -> int:
     """Call ``train(world, stop)`` in the process group of all ranks, and return the exit status that it returns.
 
-    Where another rank is lost, or another node comes in, this process stays: ``train`` is called again with the
-    world of the next attempt, and ``newest_of_all`` returns the newest step that any rank has in memory::
+    If another rank is lost, or another node joins, this process stays: ``train`` is called again with the world of the
+    next attempt, and ``newest_of_all`` returns the newest step that any rank has in memory::
 
         def train(world, stop):
             ...  # model, DistributedDataParallel, optimizer, sampler, loader
@@ -31,11 +31,11 @@ def run_attempts(
 
         sys.exit(run_attempts(train))
 
-    This takes kit's agents, gloo or NCCL, and an `EmergencySave` in ``train``. Elsewhere the `EmergencySave` saves the
-    step, and the error is raised, so that whoever has started this process starts it again.
+    This requires kit's agents, gloo or NCCL, and an `EmergencySave` in ``train``. Without kit's agents, the
+    `EmergencySave` saves the step, and the error is raised, so that the launcher starts this process again.
 
     Args:
-        train: makes all that belongs to a process group, and lets `AttemptOver` through.
+        train: creates everything that depends on the process group, and does not catch `AttemptOver`.
         grace_s: see `Stop`.
         timeout_s: how long a collective may wait for the slowest rank.
     """
@@ -54,12 +54,13 @@ def run_attempts(
             if why := why_over(error):
                 kept = _last_step(world, error)
                 if kept is not None and world.may_stay:
-                    # From here on this rank does not hear of another loss, nor answer.
+                    # From here on, this rank does not listen to its agent until it waits for the next attempt.
                     world.stage(KEEPING, step=kept.age[1])
                     log.warning("%s: waiting with step %d for the next attempt (%s)", why, kept.age[1], error)
                     return kept
                 saved = ""
-                if kept is not None and kept.save():  # else the step is lost where no other rank has it
+                # If this fails, the step is lost unless another rank has it.
+                if kept is not None and kept.save():
                     saved = f"; step {kept.age[1]} is saved"
                 log.warning("%s, and this rank ends: %s%s", why, _why_it_ends(world, stop), saved)
             stop.end_within_grace(1)  # a peer that is gone may keep the process group from closing
@@ -69,11 +70,12 @@ def run_attempts(
         return code
 
     world = make()
-    # Started before its attempt was known: nobody is to wait for the script's imports and data.
+    # This process was started before its attempt was known, so that no rank has to wait for its imports and data.
     if world.standby_world_size is not None:
         world = reform.attempt_of(world, make)
         reform.pause_later(world)
-    # A fork of kit's has its libraries frozen. Thawed, they would be searched at its end, which takes seconds.
+    # A process forked by kit has its libraries frozen. Unfrozen, they would be searched for garbage at its end, which
+    # takes seconds.
     is_frozen = gc.get_freeze_count() > 0
     if not is_frozen:
         gc.freeze()
@@ -82,7 +84,7 @@ def run_attempts(
             return reform.run(world, stop, make, attempt, lambda world: not reform.why_not(world))
     finally:
         if not is_frozen:
-            gc.unfreeze()  # what is open or to be finalized at the end of the script is looked for
+            gc.unfreeze()  # so that the end of the script finds objects that are to be closed or finalized
 
 
 def _last_step(world: World, error: BaseException) -> Kept | None:

@@ -1,4 +1,4 @@
-"""What a process does before its attempt is known: once it is, the others wait for this process."""
+"""Prepare a process before its attempt is known; once it is known, other ranks wait for this process."""
 
 import copy
 import gc
@@ -21,10 +21,10 @@ log = logging.getLogger("nodekit.training")
 
 
 def get_ready(options: "Options", world: "World", task: "Task") -> None:
-    """Import what is left, compute one step with a model of its own, start NCCL, and forget all of it.
+    """Import the engine's libraries, compute one step with a throw-away model, and start NCCL.
 
-    The first of each takes long: imports, files from the disk, the start of the device, and the kernels, each of which
-    is loaded when it is first used (all in all 1 s on an H200). Where the others wait already, the model is left out.
+    All of these take long only the first time: imports, files from the disk, the start of the device, and kernels, each
+    of which is loaded on its first use (1 s in total on an H200). If other ranks wait already, only import.
     """
     import_all(ENGINES[options.engine].libraries)
     if world.device.type != "cpu":
@@ -47,15 +47,14 @@ def get_ready(options: "Options", world: "World", task: "Task") -> None:
 def _which_may_fail() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # it fails in the attempt as well, and is told there
+    except Exception as error:  # only logged: it will fail in the attempt as well, and be reported there
         log.warning("while this rank got ready: %s: %s", type(error).__name__, error)
 
 
 def _compute_one_step(options: "Options", world: "World", task: "Task") -> None:
-    """A forward and a backward pass, with as many samples as a rank of this world has.
+    """Compute a forward and a backward pass, with as many samples as a rank of this world has.
 
-    Nothing of the task is trained or changed by that: another object of its class has the loss, and a model that it may
-    keep is not updated.
+    The task is not changed: a copy of it computes the loss, and a model that the task may keep is not updated.
     """
     from nodekit.training.data.evaluate import to_device
     from nodekit.training.data.loading import load_training_data
@@ -63,11 +62,11 @@ def _compute_one_step(options: "Options", world: "World", task: "Task") -> None:
     from nodekit.training.engines.single import autocast
     from nodekit.training.process import rng
 
-    # As in the attempt: a task may split its data at random when it is first asked for it.
+    # Seed as in the attempt: a task may split its data at random when they are first asked for.
     rng.seed_all(options.seed, rank=0)
     module = task.model()
     if begins_on_cpu(options):
-        return  # the device may have no room for the whole
+        return  # the device may have no room for the whole model
     module = module.to(world.device)
     _, loader = load_training_data(replace(options, num_workers=0), world, task)
     module.train()

@@ -1,4 +1,4 @@
-"""What one process has for itself, whatever it trains: its device, its random numbers, its stop, what it keeps.
+"""The parts of one process that do not depend on the training: device, random numbers, stop, the step it keeps.
 
 It may import nothing of `training`.
 """

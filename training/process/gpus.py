@@ -1,4 +1,4 @@
-"""``--gpus``: which of the GPUs that this process may see it is to see, chosen before CUDA looks at them."""
+"""``--gpus``: restrict the GPUs that this process sees, before CUDA is initialized."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -11,8 +11,8 @@ def chosen(numbers: Sequence[int], environ: Mapping[str, str]) -> str:
     """Return the value of ``CUDA_VISIBLE_DEVICES`` that shows these GPUs.
 
     Args:
-        numbers: as torch numbers those that are shown now, from 0.
-        environ: may have the variable already: then its own words (numbers, UUIDs, MIG devices) are kept.
+        numbers: as torch numbers the GPUs that are visible now, from 0.
+        environ: may have the variable already: then its own entries (numbers, UUIDs, MIG devices) are reused.
 
     Raises:
         ValueError: the variable shows fewer GPUs.

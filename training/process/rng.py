@@ -11,20 +11,20 @@ from nodekit.training.process.devices import kind_here, module_of
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Seed this rank's generators, each rank's differently."""
+    """Seed this rank's generators; each rank gets other numbers."""
     words = np.random.SeedSequence([seed, rank]).generate_state(2, np.uint64)
     own = _seed_others(int(words[0]), int(words[1]))
     torch.default_generator.manual_seed(own)
-    # Not torch.manual_seed, which where there is no GPU keeps the traceback of who has seeded it: 2 ms.
+    # Not torch.manual_seed: without a GPU, it records the caller's traceback, which takes 2 ms.
     if (kind := kind_here()) != "cpu":
         module_of(kind).manual_seed_all(own)
 
 
 def seed_step(seed: int, rank: int, step: int, device: torch.device) -> None:
-    """Seed this rank's generators for a step: its numbers depend on nothing that came before.
+    """Seed this rank's generators for a step, so that its random numbers do not depend on earlier steps.
 
-    So a rank that takes the place of a lost one draws what that one would have drawn. It takes 10 µs, and 60 between
-    steps, which leave nothing of it in a CPU's caches; numpy's SeedSequence would take 80 more, torch.manual_seed 160.
+    A rank that replaces a lost one then draws the same numbers. This takes 10 µs, or 60 between steps, which evict a
+    CPU's caches; numpy's SeedSequence would take 80 µs more, torch.manual_seed 160 more.
     """
     words = hashlib.blake2b(b"%d %d %d" % (seed, rank, step), digest_size=16).digest()
     own = _seed_others(int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little"))
@@ -34,15 +34,15 @@ def seed_step(seed: int, rank: int, step: int, device: torch.device) -> None:
 
 
 def _seed_others(own: int, for_torch: int) -> int:
-    """Seed python's and numpy's generators; returns the seed for torch's. Both numbers have 64 bits."""
+    """Seed python's and numpy's generators, and return the seed for torch's; both arguments have 64 bits."""
     random.seed(own)
     np.random.seed(own % 2**32)
     return for_torch % 2**63
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The generators' state, of types that ``torch.load(weights_only=True)`` takes."""
-    version, words, gauss_next = random.getstate()  # 625 numbers: one tensor is quicker to copy
+    """Return the generators' state, of types that ``torch.load(weights_only=True)`` accepts."""
+    version, words, gauss_next = random.getstate()  # 625 numbers: faster to copy as one tensor
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     keys, pos = numpy_state["state"]["key"], numpy_state["state"]["pos"]
@@ -56,7 +56,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Set the generators to a state of ``capture``."""
+    """Set the generators to a state from ``capture``."""
     version, words, gauss_next = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss_next))
     keys, pos, has_gauss, gauss = state["numpy"]

@@ -13,17 +13,17 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 EXIT_STOPPED = 128 + signal.SIGTERM
-"""143, by which kit knows that a rank ended because it was stopped."""
+"""143: the exit status of a rank that ended because it was stopped."""
 
 _SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
-    # Slurm's, before it takes the nodes away; Windows has none.
+    # SIGUSR2 comes from Slurm before the job's end or preemption; Windows does not have it.
     *([signal.SIGUSR2] if hasattr(signal, "SIGUSR2") else []),
 )
 
 _AGAIN_S = 0.5
-"""A second Ctrl-C within this time does not count: a dying parent may signal its children twice."""
+"""A second Ctrl-C within so many seconds is ignored: a dying parent may signal its children twice."""
 
 _END = b"\0"  # not the number of a signal
 
@@ -31,14 +31,14 @@ _END = b"\0"  # not the number of a signal
 class Stop:
     """Handles SIGTERM, SIGUSR2 and SIGINT: sets ``requested``, and ends the process ``grace_s`` later in any case.
 
-    The main thread may be in a collective with a peer that is gone, where no Python signal handler runs. So a thread
-    reads the interpreter's wake-up descriptor, and can end the process by itself.
+    The main thread may be in a collective with a lost rank, where no Python signal handler runs. So a thread reads the
+    interpreter's wake-up descriptor, and can end the process by itself.
     """
 
     _signals: tuple[signal.Signals, ...] = _SIGNALS
 
     def __init__(self, grace_s: float = 20.0) -> None:
-        """Nothing is requested yet."""
+        """Install nothing yet: entering the ``with`` block does."""
         self.grace_s = grace_s
         self.exit_code = EXIT_STOPPED
         self._interrupted_s: float | None = None
@@ -48,18 +48,19 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal or a request has come (to this rank)."""
+        """Whether a stop has been requested on this rank, by a signal or by ``request``."""
         return self._requested.is_set()
 
     def when_requested(self, call: Callable[[], None] | None) -> None:
-        """Have this called once, by any thread, when a stop is requested, or now if it was; None: nothing any more."""
+        """Set a function to call, from any thread, when a stop is requested, or now if it was; None removes it."""
         self._call = call
         if call is not None and self.requested:
             call()
 
     def __enter__(self) -> "Stop":
         """Install the handlers; only the main thread may."""
-        self._reader, self._writer = socket.socketpair()  # Windows takes no pipe for this
+        # On Windows, the wake-up descriptor cannot be a pipe.
+        self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._old_handlers = {number: signal.signal(number, _ignore) for number in self._signals}
@@ -79,7 +80,7 @@ class Stop:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
-        # Not by closing it: a data loader's workers, forked meanwhile, may hold it open.
+        # To close the writer would not end the thread: a data loader's forked workers may hold it open.
         self._writer.send(_END)
         self._thread.join()
         self._writer.close()
@@ -94,7 +95,7 @@ class Stop:
                 call()
 
     def end_within_grace(self, exit_code: int) -> None:
-        """End the process after the grace unless the ``with`` block is left by then."""
+        """End the process by ``exit_code`` after the grace, unless the ``with`` block is left before."""
         threading.Thread(
             target=self._deadline, args=(exit_code,), name="nodekit-deadline", daemon=True
         ).start()
@@ -120,11 +121,11 @@ class Stop:
 
 
 _entered: list[Stop] = []
-"""Those that are entered, the outermost first."""
+"""The Stops whose ``with`` blocks are active, the outermost first."""
 
 
 def _hold_sigterm() -> None:
-    """Before a fork: have a SIGTERM that comes to the child too early wait for `_leave_alone`."""
+    """Block SIGTERM before a fork, so that one that reaches the child early waits for `_leave_alone`."""
     if _entered:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
@@ -135,10 +136,10 @@ def _release_sigterm() -> None:
 
 
 def _leave_alone() -> None:
-    """In a child: have it end by SIGTERM, as a pool ends its workers, without a word to its parent's thread.
+    """Detach a forked child from its parent's Stop: SIGTERM ends the child, as a pool ends its workers.
 
-    The other signals come to all processes at once, from a terminal or Slurm, and do not end it: a step may still
-    need its data loader's workers.
+    SIGINT and SIGUSR2 come to all processes at once, from a terminal or Slurm, and do not end the child: a step may
+    still need its data loader's workers.
     """
     if _entered:
         signal.set_wakeup_fd(-1)
@@ -153,13 +154,13 @@ if hasattr(os, "register_at_fork"):  # Windows forks nothing
 
 @contextmanager
 def signals_put_off(grace_s: float) -> Iterator[None]:
-    """Have SIGTERM and the like act at the end of the block, or when the grace is over, if it is the main thread."""
+    """Put off SIGTERM, SIGINT and SIGUSR2 to the block's end, at most for the grace; only in the main thread."""
     stop = Stop(grace_s)
     try:
         if threading.current_thread() is not threading.main_thread():
             raise OSError("only the main thread hears of signals")
         stop.__enter__()
-    except OSError:  # or there are no descriptors left
+    except OSError:  # not the main thread, or no file descriptors are left
         yield
         return
     try:
@@ -171,17 +172,17 @@ def signals_put_off(grace_s: float) -> Iterator[None]:
 
 
 class Interruptible(Stop):
-    """Has Ctrl-C end the process at once, with a line: while it waits for others, there is nothing to be saved."""
+    """Ends the process at once by Ctrl-C, with a line: while it waits for other ranks, there is nothing to save."""
 
     _signals = (signal.SIGINT,)
 
     def __init__(self, waits: str) -> None:
-        """``waits`` is what it does, for people."""
+        """``waits`` says what the process was doing, for the line."""
         super().__init__()
         self._waits = waits
 
     def request(self) -> None:
-        """End the process."""
+        """Print the line and end the process."""
         sys.stderr.write(f"nodekit: interrupted while {self._waits}\n")
         sys.stderr.flush()
         os._exit(self.exit_code)
@@ -190,8 +191,8 @@ class Interruptible(Stop):
 def leave(exit_code: int) -> NoReturn:
     """End the process without the interpreter's shutdown.
 
-    A thread of gloo may still hold a python object of the last collective, and releasing it then aborts the process
-    (torch 2.13, in 1 run of 10).
+    At shutdown, a thread of gloo may still hold a python object of the last collective, and releasing the object aborts
+    the process (torch 2.13, in 1 run of 10).
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -200,4 +201,4 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: without a handler, the wake-up descriptor is not written to."""
+    """Do nothing; Python writes to the wake-up descriptor only for signals that have a handler."""
