@@ -1,4 +1,4 @@
-"""What joins this process to the other ranks and to its agent: where they meet, what they send, how a loss is heard of.
+"""How this process communicates with other ranks and its agent: rendezvous, collectives, and news of lost ranks.
 
 It may import `training.process`.
 """

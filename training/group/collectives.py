@@ -1,4 +1,4 @@
-"""Collectives for tensors on GPUs: as NCCL takes them, and without making this process wait for the device."""
+"""Collectives that work over NCCL for any tensors and objects, and do not make this process wait for the device."""
 
 import functools
 import pickle
@@ -17,37 +17,37 @@ _FIRST_BYTES = 1 << 16
 _BUCKET_BYTES = 25 << 20
 
 NOT_SENT = "_ddp_params_and_buffers_to_ignore"
-"""DistributedDataParallel's name for a module's list of parameters and buffers that are not sent to other ranks."""
+"""The attribute in which a module lists parameters and buffers that DistributedDataParallel is not to send."""
 
 
 def sent_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the buffers that DDP would send; each time anew: a forward pass may put others in their place."""
+    """Return the buffers that DDP would send; do not keep the list, since a forward pass may replace buffers."""
     own = module.module if isinstance(module, DistributedDataParallel) else module
     kept_apart = getattr(own, NOT_SENT, ())
     return [each for name, each in own.named_buffers() if name not in kept_apart]
 
 
 def broadcast_from_first(tensors: Iterable[Any], device: torch.device) -> None:
-    """Give all ranks rank 0's values, in place, small tensors together; they may be on the CPU, or not contiguous.
+    """Broadcast rank 0's values in place, many tensors in one message; they may be on the CPU, or not contiguous.
 
-    Of a state dict's values, a module's extra state is left as it is: it need not be a tensor.
+    Values that are not tensors, such as a module's extra state in a state dict, are left as they are.
     """
-    # By ``data``: autograd takes no notice. A GAN's discriminator is updated while the generator's graph, which refers
-    # to batch norm's means, is still wanted.
+    # Use ``data``, which autograd does not track: a GAN's discriminator is updated while the generator's graph, which
+    # refers to batch norm's means, is still needed.
     own = [each.data for each in tensors if isinstance(each, torch.Tensor)]
-    # As bytes: of buffers neither NCCL nor gloo takes all types (int16, uint32).
+    # Send as bytes: neither NCCL nor gloo supports all types of buffers (int16, uint32).
     send_together(own, device, lambda flat: dist.broadcast(flat.view(torch.uint8), src=0))
 
 
 def send_together(
     tensors: Sequence[torch.Tensor], device: torch.device, send: Callable[[torch.Tensor], object]
 ) -> None:
-    """Replace tensors by what a collective makes of them, many in one message.
+    """Apply an in-place collective to tensors, many in one message.
 
     Args:
         tensors: in the same order on all ranks.
-        device: of this rank; NCCL sends no tensors that are on the CPU.
-        send: the collective, in place, of a 1-D tensor on the device.
+        device: of this rank; NCCL cannot send tensors that are on the CPU.
+        send: the collective; gets a 1-D tensor on the device.
     """
     for some in _take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # each of one type
         flat = _flatten_dense_tensors(some).resolve_conj().resolve_neg().to(device)  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ def send_together(
 
 
 def gather_objects(value: Any, gather: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[Any]:
-    """Every rank's ``value``, in the order of ranks, by one collective where all are small; torch's takes two.
+    """Return every rank's ``value``, by rank: by one collective if all are small, while torch always takes two.
 
     Args:
         value: of any type that can be pickled.
@@ -77,10 +77,10 @@ def gather_objects(value: Any, gather: Callable[[torch.Tensor], Sequence[torch.T
 def broadcast_object(
     value: Any, broadcast: Callable[[torch.Tensor], torch.Tensor], *, is_source: bool
 ) -> Any:
-    """The source's ``value``, by one collective where it takes less than 64 kB; torch's takes two.
+    """Return the source's ``value``: by one collective if it takes less than 64 kB, while torch always takes two.
 
     Args:
-        value: of any type that can be pickled; of others than the source it does not matter.
+        value: of any type that can be pickled; ignored on ranks other than the source.
         broadcast: returns the source's tensor, given this rank's; all are 1-D, of uint8 and of one length.
         is_source: whether this rank is the source.
     """
@@ -99,11 +99,11 @@ def _padded(data: bytes, size: int) -> torch.Tensor:
 
 
 def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
-    """A tensor of `sum_dtype`; from memory that is not pinned, the copy would wait for all work on the GPU."""
+    """Return a tensor of `sum_dtype` on the device, copied from pinned memory so as not to wait for work on the GPU."""
     own = torch.tensor(numbers, dtype=sum_dtype(device), device="cpu")
     if device.type == "cuda":
-        # Not by the call above, which holds the GIL: new pinned memory may wait for the GPU, where NCCL may wait for a
-        # lost rank, and the thread that is told of that would wait for the GIL.
+        # Not by `pin_memory=True` above, which holds the GIL: allocating pinned memory may wait for the GPU, where NCCL
+        # may wait for a lost rank, and the thread that hears of the loss would wait for the GIL.
         own = own.pin_memory()
     return own.to(device, non_blocking=True)
 
@@ -111,8 +111,8 @@ def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
 def start_sum(values: torch.Tensor, world_size: int) -> Callable[[], list[float]]:
     """Start to sum a 1-D tensor over all ranks; the returned function waits for the sums, equal on every rank.
 
-    With NCCL, they are on their way to this process from the start, beside other work on the GPU: who asks for them a
-    step later need not wait.
+    With NCCL, the sums are also copied to the host beside other work on the GPU: a caller that reads them a step later
+    need not wait.
     """
     work = dist.all_reduce(values, async_op=True) if world_size > 1 else None
     if values.device.type != "cuda" or (work is not None and dist.get_backend() != "nccl"):
@@ -132,8 +132,8 @@ def start_sum(values: torch.Tensor, world_size: int) -> Callable[[], list[float]
             work.wait()  # by the stream, not by this process
         here.copy_(values, non_blocking=True)
         arrived.record()
-    # Nothing refers to them any more. By itself torch would give their memory to the backward pass at once, while NCCL
-    # and the copy still use it: garbage in the sums and in the gradients.
+    # Once this function returns, nothing refers to `values`. Without `record_stream`, torch would reuse the memory for
+    # the backward pass while NCCL and the copy still use it: garbage in the sums and in the gradients.
     values.record_stream(copying)
 
     def sums_here() -> list[float]:
@@ -145,5 +145,5 @@ def start_sum(values: torch.Tensor, world_size: int) -> Callable[[], list[float]
 
 @functools.cache
 def _copying_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that copies sums; of torch's own, every 33rd is the same again."""
+    """Return one stream for copying sums, made once: torch has a pool of 32 streams, and would reuse them in turn."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

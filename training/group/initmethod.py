@@ -1,4 +1,4 @@
-"""Where ranks meet by ``--init-method``: at an address of rank 0, or through a file that all ranks see."""
+"""``--init-method``: the rendezvous of the ranks, at an address of rank 0 or by a file that all ranks see."""
 
 import os
 import re
@@ -21,23 +21,23 @@ _WINDOWS_PATH = re.compile(r"/[A-Za-z]:[/\\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitMethod:
-    """The parsed URL."""
+    """The parsed URL of ``--init-method``."""
 
     scheme: str
     """``env``, ``tcp`` or ``file``."""
     host: str = ""
-    """Of ``tcp``: rank 0's."""
+    """For ``tcp``: rank 0's host."""
     port: int = 0
-    """Of ``tcp``: 1 to 65535, free on that host."""
+    """For ``tcp``: 1 to 65535, free on that host."""
     path: str = ""
-    """Of ``file``: absolute; its folder must exist, the file need not."""
+    """For ``file``: an absolute path; its folder must exist, the file need not."""
 
     @classmethod
     def parse(cls, url: str, *, is_windows: bool = os.name == "nt") -> "InitMethod":
-        """Read the URL.
+        """Parse the URL.
 
         Raises:
-            ValueError: it is not one of the three forms.
+            ValueError: the URL has none of the three forms.
         """
         try:
             parts = urlsplit(url)
@@ -61,10 +61,10 @@ class InitMethod:
         raise ValueError(f"{url!r} is no such URL; {_WANTED}")
 
     def check(self) -> None:
-        """Refuse a file that cannot be created: torch would wait for it for ever, whatever the timeout.
+        """Check that the file can be created: otherwise torch would wait for it forever, whatever the timeout.
 
         Raises:
-            ValueError: its folder is not there or not writable, or it is a folder itself.
+            ValueError: the file's folder is missing or not writable, or the path is a folder itself.
         """
         if self.scheme != "file":
             return
@@ -79,7 +79,7 @@ class InitMethod:
             raise ValueError(f"--init-method: {path.parent} cannot be written to: take another folder")
 
     def store(self, *, rank: int, world_size: int, timeout_s: float) -> "Store | None":
-        """The store by which the ranks exchange their addresses; None if torch is to create it.
+        """Return the store by which the ranks exchange their addresses; None if torch is to create it.
 
         Raises:
             TimeoutError: a rank has not arrived in time.
@@ -89,21 +89,21 @@ class InitMethod:
 
         timeout = timedelta(seconds=timeout_s)
         if self.scheme == "tcp":
-            # Not by torch's rendezvous, which under torchrun takes the address for that of torchrun's store.
+            # Not by torch's rendezvous: under torchrun, it takes the address for that of torchrun's store.
             return dist.TCPStore(self.host, self.port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]  # no stub
         if self.scheme == "file":
             store = _file_store(Path(self.path), rank, world_size, time.monotonic() + timeout_s)
             store.set_timeout(timeout)
             return store
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun keeps its store over a restart, with the addresses of the previous ranks (torch 2.13).
+            # torchrun keeps its store across restarts, with the addresses of the previous ranks (torch 2.13).
             store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             return dist.PrefixStore(f"nodekit-{attempt}", store)  # type: ignore[attr-defined]  # no stub
         return None
 
     def remove(self) -> None:
-        """Remove the file, of this run or an earlier one; no rank may be using it."""
+        """Remove the file of this run or an earlier one; no rank may be using it."""
         if self.scheme == "file":
             with suppress(OSError):  # the next run removes it
                 Path(self.path).unlink(missing_ok=True)
@@ -111,11 +111,11 @@ class InitMethod:
 
 
 def _file_store(path: Path, rank: int, world_size: int, deadline_s: float) -> "Store":
-    """A store in a new file, whatever earlier runs have left there.
+    """Return a store in a new file, whatever files earlier runs have left there.
 
-    In the file of an earlier run, ranks would find stale addresses. So rank 0 removes it, and then keeps changing a
-    second file beside it until all ranks have arrived; the others open the store when they have seen the second file
-    change, since only a running rank 0 can change it.
+    In the file of an earlier run, ranks would find stale addresses. So rank 0 removes that file, and then keeps
+    changing a second file beside it until all ranks have arrived. The others open the store when they have seen the
+    second file change, since only a running rank 0 changes it.
     """
     import torch.distributed as dist
 

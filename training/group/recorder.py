@@ -1,7 +1,7 @@
-"""Answers kit when it asks for torch's flight recorder, which records the collectives of all groups of a process.
+"""Dump torch's flight recorder, which records the collectives of all groups of a process, when kit asks for it.
 
-torch itself answers for the first group on NCCL of a process, and for no later one (``HeartbeatMonitor::runLoop`` in
-torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp), and on gloo for none.
+torch itself dumps only for the first NCCL group of a process, not for later ones (``HeartbeatMonitor::runLoop`` in
+torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp), and never for gloo.
 """
 
 import json
@@ -13,19 +13,19 @@ from pathlib import Path
 import torch
 
 _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
-"""Backend → torch's function that returns the dump; since torch 2.9 and 2.5."""
+"""Backend → the name of torch's function that returns the dump, for gloo since torch 2.9, for NCCL since 2.5."""
 _END = b"end"
 _CLOCK_WAS_SET_NS = 1_000_000_000
 _answering: list[Path] = []
-"""The pipe that a thread of ours reads."""
+"""The FIFO that the thread of `answer` reads; empty if there is none."""
 
 
 def answer(pipe: Path, file: Path, backend: str) -> None:
-    """Write the dump to ``file``, as JSON, whenever something comes in through ``pipe``, until `end`.
+    """Start a thread that writes the dump to ``file``, as JSON, for each message in the FIFO ``pipe``, until `end`.
 
-    It has none of what was recorded before now: a rank that has not entered a collective of its new group yet is not to
-    look ahead by those of its old one. Does nothing where this torch cannot dump. In a thread: the main one may be in a
-    collective that never returns.
+    The dump leaves out collectives recorded before this call: by those of its old group, a rank that has not entered a
+    collective of its new group would seem to be ahead. Do nothing if this torch cannot dump. A thread is needed since
+    the main one may be in a collective that never returns.
     """
     dump = getattr(torch._C._distributed_c10d, _DUMPS[backend], None)
     if dump is None:
@@ -33,8 +33,9 @@ def answer(pipe: Path, file: Path, backend: str) -> None:
     try:
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe, 0o600)
-        handle = os.open(pipe, os.O_RDWR)  # for writing too, so that reading waits while nobody writes
-    except OSError:  # a hang is then told from the stacks alone
+        # For writing too, so that reads block while there is no other writer.
+        handle = os.open(pipe, os.O_RDWR)
+    except OSError:  # kit then diagnoses a hang by the stacks only
         return
     began = time.time_ns(), time.monotonic_ns()
 
@@ -53,7 +54,7 @@ def answer(pipe: Path, file: Path, backend: str) -> None:
 
 
 def _since(began: tuple[int, int], dump: bytes) -> bytes:
-    """The dump without what is older, by the host's clock; all of it, if that was set meanwhile."""
+    """Return the dump without entries from before ``began``; the whole dump if the host's clock was set since."""
     by_clock, by_monotonic = time.time_ns() - began[0], time.monotonic_ns() - began[1]
     if abs(by_clock - by_monotonic) > _CLOCK_WAS_SET_NS:
         return dump
@@ -63,7 +64,7 @@ def _since(began: tuple[int, int], dump: bytes) -> bytes:
 
 
 def end() -> None:
-    """Have the thread that answers end, if there is one."""
+    """End the thread of `answer`, if there is one."""
     while _answering:
         pipe = _answering.pop()
         try:
