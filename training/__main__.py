@@ -22,7 +22,7 @@ def main() -> int:
             return refused(error)
     if options.launcher == "torchrun":
         return train(options)
-    from nodekit.training import spawn  # which imports torch
+    from nodekit.training import spawn  # imports torch, which is slow
 
     return spawn.run(options)
 

@@ -1,4 +1,4 @@
-"""``python -m nodekit.training.apply FOLDER``: test trained weights, or have them label texts; one process."""
+"""``python -m nodekit.training.apply FOLDER``: test trained weights, or label texts with them, in one process."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _NAME = "python -m nodekit.training.apply"
 _BATCH = 256
 _PACKAGES = {"torch": "torch", "sklearn": "scikit-learn"}
-"""Module → what pip calls it."""
+"""Module → its package's name for pip."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_json(result: Mapping[str, Any], *, indent: int | None = None) -> str:
-    """As JSON for stdout: letters are escaped only if its encoding lacks one of them."""
+    """Return JSON for stdout; non-ASCII letters are escaped only if stdout's encoding lacks one of them."""
     from nodekit.training.reporting.metrics import finite
 
     result = finite(result)
@@ -73,14 +73,14 @@ def as_json(result: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 
 def load(folder: Path, data: str | None = None) -> "tuple[Task, torch.nn.Module, dict[str, Any]]":
-    """The task of a folder, its model with the folder's weights, on a GPU if there is one, and the folder's facts.
+    """Return a folder's task, its model with the folder's weights, on a GPU if there is one, and the folder's facts.
 
     Args:
         folder: of weights, as a run writes it.
-        data: the task's, in place of those of the run.
+        data: the task's data, in place of the run's.
 
     Raises:
-        ValueError: the folder is not one of a run, or the task has changed.
+        ValueError: no run has written the folder, or the task has changed.
     """
     from nodekit.training.process import rng
     from nodekit.training.process.devices import kind_here
@@ -88,13 +88,13 @@ def load(folder: Path, data: str | None = None) -> "tuple[Task, torch.nn.Module,
     from nodekit.training.weights.export import load_weights, read_facts, read_weights
 
     facts = read_facts(folder)
-    # A task that has exported its configuration is made from that: vocabulary, sizes, the order of the labels.
+    # A task that has exported its configuration is made from it: vocabulary, sizes, the order of the labels.
     given: dict[str, Any] = {name: facts.get(name) for name in GIVEN}
     if data is not None:
         given["data"] = data
     if (folder / "config.json").is_file():
         given["model"] = folder
-    rng.seed_all(facts.get("seed", 0), rank=0)  # as the ranks did: the task may split its data at random
+    rng.seed_all(facts.get("seed", 0), rank=0)  # as on the ranks: the task may split its data at random
     task = load_task(facts["task"], **given)
     labels = list(map(str, getattr(task, "labels", ())))
     trained_on = list(map(str, facts.get("labels", labels)))
@@ -114,8 +114,8 @@ def test(task: "Task", module: "torch.nn.Module") -> dict[str, Any]:
     Returns:
         ``num``, and with a task that has ``predict`` and ``targets``: ``accuracy``; ``classes``, each with its
         ``label``, ``precision``, ``recall``, ``f1`` and ``support``; ``macro`` and ``weighted`` means of these;
-        ``confusion``, with a row for each right class and a column for each predicted one. With another task: ``means``
-        of what it measures, and which methods it ``lacks``.
+        ``confusion``, with a row for each right class and a column for each predicted one. With another task: the
+        ``means`` of its measures, and the methods that it ``lacks``.
 
     Raises:
         ValueError: there is no test data, or the task's results do not fit together.
@@ -155,10 +155,14 @@ def test(task: "Task", module: "torch.nn.Module") -> dict[str, Any]:
 
 
 def predict(task: "Task", module: "torch.nn.Module", texts: Sequence[str]) -> dict[str, Any]:
-    """The ``labels``, and in ``texts`` for each text its ``label``, that one's ``probability``, and ``probabilities``.
+    """Label texts.
+
+    Returns:
+        ``labels``, and ``texts``: for each text ``text``, its ``label``, the label's ``probability``, and the
+        ``probabilities`` of all labels.
 
     Raises:
-        ValueError: the task has no texts.
+        ValueError: the task's samples are not texts.
     """
     import torch
 
@@ -183,7 +187,7 @@ def predict(task: "Task", module: "torch.nn.Module", texts: Sequence[str]) -> di
 
 
 def _moved(batch: Any, module: "torch.nn.Module") -> Any:
-    """The batch on the module's device."""
+    """Return the batch on the module's device."""
     import torch
 
     from nodekit.training.data.evaluate import to_device
@@ -192,16 +196,16 @@ def _moved(batch: Any, module: "torch.nn.Module") -> Any:
 
 
 def _printable(text: str) -> str:
-    """The text, with letters that stdout's encoding lacks as escapes."""
+    """Return the text with escapes for letters that stdout's encoding lacks."""
     return text.encode(_encoding(), "backslashreplace").decode(_encoding())
 
 
 def _encoding() -> str:
-    return sys.stdout.encoding or "utf-8"  # a stream of text alone has none
+    return sys.stdout.encoding or "utf-8"  # a StringIO has none
 
 
 def _stdin() -> str:
-    """All of it, in UTF-8, as JSON is, or in the terminal's encoding."""
+    """Return all of stdin, decoded as UTF-8, as JSON is, or by the terminal's encoding."""
     raw = sys.stdin.buffer.read()
     for encoding in ("utf-8-sig", sys.stdin.encoding):
         with contextlib.suppress(UnicodeDecodeError):
@@ -231,7 +235,7 @@ def _labels(task: "Task", num_classes: int) -> list[str]:
 
 
 def _report(right: Sequence[int], predicted: Sequence[int], labels: Sequence[str]) -> dict[str, Any]:
-    """scikit-learn's numbers; where it would divide by 0, for a class that does not occur, there is a 0."""
+    """Return scikit-learn's report; 0 where it would divide by 0, for a class that does not occur."""
     from sklearn.metrics import accuracy_score, classification_report, confusion_matrix
 
     classes = range(len(labels))
@@ -258,7 +262,7 @@ def _report(right: Sequence[int], predicted: Sequence[int], labels: Sequence[str
 
 
 def _as_text(result: dict[str, Any]) -> str:
-    """The numbers in columns, separated by tabs, which `kit test` aligns."""
+    """Return the numbers in columns, separated by tabs; `kit test` aligns them."""
     if "lacks" in result:
         return "\n".join(f"{name}\t{value:.4f}" for name, value in result["means"].items())
     lines = ["\tprecision\trecall\tf1\tsupport"]

@@ -1,4 +1,4 @@
-"""What is said to users: an error that they can mend, in one line, and warnings."""
+"""Errors that users can fix themselves, the check for a safe torch, and logging to stderr."""
 
 import logging
 import re
@@ -8,7 +8,7 @@ SAFE_TORCH = (2, 10)
 
 
 class TrainingError(ValueError):
-    """The message is for users: a rank reports it in one line, without a traceback."""
+    """An error that the user can fix: a rank reports its message in one line, without a traceback."""
 
 
 def is_safe(torch: str) -> bool:
@@ -17,7 +17,7 @@ def is_safe(torch: str) -> bool:
 
 
 def refuse_unsafe(torch: str) -> None:
-    """Raise TrainingError where `is_safe` is false."""
+    """Raise a TrainingError if this version of torch is not `is_safe`."""
     if not is_safe(torch):
         raise TrainingError(
             f"torch {torch} can be made to run code by a file that it loads (CVE-2025-32434, CVE-2026-24747), so "
@@ -28,7 +28,7 @@ def refuse_unsafe(torch: str) -> None:
 
 
 def log_to_stderr() -> None:
-    """Show what the training module logs; other libraries show their own as they do without it."""
+    """Print the log messages of nodekit to stderr; the logging of other libraries is left as it is."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("nodekit: %(message)s"))
     logging.getLogger("nodekit").addHandler(handler)

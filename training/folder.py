@@ -1,4 +1,4 @@
-"""The folder of a run without kit: its name, the same for the same training, and its lock."""
+"""The output folder of a run without kit: a name that is the same for the same training, and a lock."""
 
 import hashlib
 import json
@@ -19,19 +19,19 @@ from nodekit.training.options.options import Options
 log = logging.getLogger("nodekit.training")
 
 LOCK = ".lock"
-"""In the folder: locked by the run that writes there, and says which process that is."""
-_LOCKED_BYTE = 1 << 20  # beyond the text: Windows lets nobody read what is locked
+"""The name of a file in the folder, which the run that writes there locks; its text names the process."""
+_LOCKED_BYTE = 1 << 20  # beyond the text: Windows lets no other process read a locked byte
 
 
 class InUse(TrainingError):
-    """Another process writes to the folder."""
+    """Another process holds the lock of the folder."""
 
 
 def default_folder(options: Options, world_size: int) -> Path:
-    """Return the folder of a run without ``--output``: below ``runs``, named by what is trained, and how.
+    """Return the folder of a run without ``--output``: below ``runs``, named after the task, the engine and a hash.
 
-    Two commands have the same folder only if they differ in nothing but options with which a run may go on from the
-    other's snapshot: how long, on which and how many ranks, what is kept and shown (``may_change`` in `Options`).
+    Two commands get the same folder only if each can go on from the other's snapshot, that is, if they differ only in
+    options such as the number of epochs or ranks, or what is kept and shown (``may_change`` in `Options`).
     """
     given = {
         option.name: _absolute(option.name, value)
@@ -49,7 +49,7 @@ def default_folder(options: Options, world_size: int) -> Path:
 
 
 def _absolute(name: str, value: object) -> object:
-    """A value as text, or a number; paths absolute, since a folder has several relative names."""
+    """Return an option's value for the hash, with absolute paths, since one file has several relative names."""
     if name == "task":
         where, colon, attribute = str(value).rpartition(":")
         return (
@@ -61,12 +61,12 @@ def _absolute(name: str, value: object) -> object:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Lock the folder, until the block or this process ends; created if need be.
+    """Create the folder if needed, and lock it until the block or this process ends.
 
-    A file system that cannot be written to, or has no locks, is reported as a warning: it ends no training.
+    If the file system cannot be written to, or has no locks, log a warning and go on.
 
     Raises:
-        InUse: another process holds it.
+        InUse: another process holds the lock.
     """
     file = None
     try:
@@ -81,7 +81,7 @@ def held(folder: Path) -> Iterator[None]:
                 "its end, end it (its snapshot stays), or give this one another folder with --output; if its host is "
                 f"gone, remove {folder / LOCK}"
             )
-        with suppress(OSError):  # a full disk: it is locked all the same
+        with suppress(OSError):  # on a full disk, the folder is locked all the same
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             file.flush()
@@ -95,9 +95,9 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether this process holds the file now; the system lets go of it when the process ends.
+    """Lock the file without waiting, until this process ends; return False if another process has locked it.
 
-    Not by flock: a data loader's workers are forks, which would hold it until they have seen that the rank is gone.
+    This does not use flock: a data loader's forked workers would hold such a lock until they notice that the rank died.
     """
     try:
         import fcntl

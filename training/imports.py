@@ -1,4 +1,4 @@
-"""Which modules a rank imports for its options, for whoever has the time to import them before it needs them."""
+"""The modules that a rank imports for its options, so that a waiting process can import them ahead of time."""
 
 import importlib
 import logging
@@ -10,8 +10,11 @@ from nodekit.training.tasks import BUILT_IN, IMPORTS
 
 
 def imports_of(options: Options) -> list[str]:
-    """Return their names, beyond those that every rank imports; of a task of the user's, nothing is known."""
-    # By itself torch imports the first when the first optimizer is made.
+    """Return the names of modules that these options need, beyond those that every rank imports.
+
+    A user's own task is not looked into.
+    """
+    # torch imports torch._dynamo when the first optimizer is made.
     own = ["torch._dynamo", f"nodekit.training.engines.{options.engine}"]
     if options.task in BUILT_IN:
         own.append(BUILT_IN[options.task].partition(":")[0])
@@ -21,7 +24,7 @@ def imports_of(options: Options) -> list[str]:
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import them; who needs one that cannot be imported says so."""
+    """Import modules; log failures only at level debug, since the code that needs such a module reports it."""
     for name in names:
         try:
             importlib.import_module(name)

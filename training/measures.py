@@ -1,4 +1,4 @@
-"""Of which measures the least value is the best: kit knows them by their names."""
+"""Whether a lower or a higher value of a measure is better, by its name."""
 
 import re
 
@@ -8,5 +8,5 @@ _LEAST = re.compile(
 
 
 def is_least_best(name: str) -> bool:
-    """Whether less is better, as of a loss or an error; of all other measures the greatest value is the best."""
+    """Whether a lower value is better, as for a loss or an error; for all other measures, a higher one is."""
     return _LEAST.search(name) is not None

@@ -1,7 +1,7 @@
-"""``python -m nodekit.training.pace WORLD_SIZE OPTIONS…``: how large a job's model is, and how long a rank's step is.
+"""``python -m nodekit.training.pace WORLD_SIZE OPTIONS…``: measure the size of a job's model and the time of a step.
 
-It runs a few steps of the task with the engine single and a rank's share of the batch, and writes nothing. For `kit
-bench --plan job`, which reads the line of JSON at the end.
+It runs a few steps of the task with the engine single and a rank's share of the batch, and writes no files. At the end
+it prints a line of JSON, for `kit bench --plan job`.
 """
 
 import json
@@ -78,7 +78,7 @@ def _step(
     *,
     num_parts: int,
 ) -> Callable[[], None]:
-    """A function that trains for one step, of ``num_parts`` micro-batches."""
+    """Return a function that trains for one step of ``num_parts`` micro-batches."""
     from torch.utils.data import DataLoader, RandomSampler
 
     from nodekit.training.data.evaluate import to_device
@@ -123,7 +123,7 @@ def _step(
 
 
 def _step_s(step: Callable[[], None]) -> float:
-    """The median time of a step, after some to warm up."""
+    """Return the median time of a step in seconds, after some steps to warm up."""
     for _ in range(_WARM_UP_STEPS):
         step()
     times: list[float] = []

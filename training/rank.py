@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 _NAME = "python -m nodekit.training"
 _MOST_ROLLBACKS = 5
-"""So often ``--on-nan rollback`` goes back within an epoch's steps: of a training that diverges no batch is to blame.
+"""How often ``--on-nan rollback`` goes back within an epoch's steps; after more, the training itself diverges.
 
-A sample that is to blame returns in each epoch, in another batch.
+A single bad sample causes one rollback per epoch: it returns in each epoch, in another batch.
 """
 _KEPT_ALIVE: list[object] = []
 """Objects that must not be freed before the process ends.
 
-To free DDP's part of a process group, torch 2.13 joins gloo's threads while it holds the GIL, and one of them may wait
-for that very GIL, to release the last collective: the process then hangs for ever, in 1 run of 30.
+When torch 2.13 frees DDP's part of a process group, it joins gloo's threads while it holds the GIL. One of these may
+wait for the GIL to release the last collective: the process then hangs forever, in 1 run of 30.
 """
 
 
@@ -46,21 +46,21 @@ class Parent:
     """A spawned rank's connection to the process that started it: when to stop, and which rank reports an error."""
 
     def __init__(self, stop_pipe: Connection, first: Lock) -> None:
-        """``stop_pipe`` ends when the ranks are to stop or the parent is gone; whoever gets ``first`` reports."""
+        """``stop_pipe`` is closed when ranks are to stop or the parent dies; the rank that gets ``first`` reports."""
         self._stop_pipe, self._first = stop_pipe, first
         self._stop: Stop | None = None
         threading.Thread(target=self._watch, name="nodekit-parent", daemon=True).start()
 
     def stops_by(self, stop: Stop) -> None:
-        """From here on, request a stop at the end of a step; until then the process ends at once."""
+        """From now on, request a stop at the end of a step; before this call, the process ends at once."""
         self._stop = stop
 
     def is_first(self) -> bool:
-        """Whether this is the first rank that failed: the others fail because it did, and need not report it."""
+        """Whether this is the first rank that failed; the others fail as a consequence, and need not report it."""
         return self._first.acquire(block=False)
 
     def _watch(self) -> None:
-        with suppress(EOFError, OSError):  # nothing is ever sent: it ends
+        with suppress(EOFError, OSError):  # nothing is ever sent: this returns when the pipe is closed
             self._stop_pipe.recv_bytes()
         if self._stop is None:
             os._exit(EXIT_STOPPED)
@@ -68,11 +68,11 @@ class Parent:
 
 
 def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["World", "Task"]:
-    """Return which rank this is and what it trains.
+    """Return which rank this is and what it trains, or refuse the options before any rank waits for another.
 
     Raises:
-        ValueError: that is not possible here; raised before any rank waits for another.
-        FileNotFoundError: likewise.
+        ValueError: the options cannot be followed on this machine.
+        FileNotFoundError: a file that the options name is missing.
     """
     import torch
 
@@ -90,7 +90,7 @@ def check(options: Options, environ: Mapping[str, str] | None = None) -> tuple["
     check_engine(options, world.device.type)
     if problem := lacking(options.track, [name for name in TRACKERS if importlib.util.find_spec(name)]):
         raise ValueError(problem)
-    rng.seed_all(options.seed, rank=0)  # a task may split its data at random, and all ranks must alike
+    rng.seed_all(options.seed, rank=0)  # a task may split its data at random, the same way on all ranks
     task = task_of(options)
     if options.best not in ("auto", "off", *MEASURES) and not callable(getattr(task, "measure", None)):
         raise ValueError(no_such_measure(options.best, MEASURES))
@@ -102,7 +102,7 @@ def _world(options: Options, environ: Mapping[str, str] | None = None) -> "World
 
     env = os.environ if environ is None else environ
     num_tasks = env.get("SLURM_STEP_NUM_TASKS", "")
-    # With folders of their own, they may be meant to.
+    # With an --output of its own for each task, training alone may be intended.
     trains_apart = "RANK" not in env and num_tasks.isdecimal() and int(num_tasks) > 1
     if trains_apart and options.output is None:
         raise ValueError(
@@ -116,7 +116,7 @@ def _world(options: Options, environ: Mapping[str, str] | None = None) -> "World
 
 
 def _check_gpus(gpus: Sequence[int], num_visible: int, num_ranks: int, engine: str) -> None:
-    """Refuse ``--gpus`` if some are not there, or would not be used by this node's ranks."""
+    """Refuse ``--gpus`` if some of the GPUs do not exist, or this node's ranks would not use them."""
     given = f"--gpus {','.join(map(str, gpus))}"
     if num_visible != len(gpus):
         raise ValueError(
@@ -131,16 +131,16 @@ def _check_gpus(gpus: Sequence[int], num_visible: int, num_ranks: int, engine: s
 
 
 def refused(error: Exception) -> int:
-    """Print why the options cannot be followed here, and return the exit status."""
+    """Print why the options cannot be followed here, and return the exit status 2."""
     print(f"{_NAME}: {error}", file=sys.stderr)
     return 2
 
 
 def train(options: Options, parent: Parent | None = None) -> int:
     """Train as one rank, perhaps a spawned one, and return the exit status."""
-    # The imports leave no garbage, and looking for some takes a fifth of their time.
+    # The imports leave no garbage, and garbage collection takes a fifth of their time.
     gc.disable()
-    # Importing torch is slow: not for --help, nor for a mistyped option.
+    # Importing torch is slow, so --help and a mistyped option must not wait for it.
     from nodekit.training import loop  # noqa: F401  # before gc.freeze
     from nodekit.training.attempts import reform
     from nodekit.training.attempts.standby import get_ready
@@ -160,9 +160,9 @@ def train(options: Options, parent: Parent | None = None) -> int:
     gc.enable()
     if not _prints(world):
         return _train(options, world, task, parent)
-    folder = output_folder(options, world)  # of all attempts: without kit there is one
+    folder = output_folder(options, world)  # the same in all attempts: without kit there is only one
     try:
-        # A folder from the environment is a run's own already, and NFS may keep a lost node's lock for a while.
+        # A folder from the environment belongs to one run already, and NFS may keep a lost node's lock for a while.
         with held(folder) if world.output_dir is None else nullcontext():
             print(node_lines.start(world, folder, engine=options.engine), flush=True)
             code = _train(options, world, task, parent)
@@ -174,16 +174,17 @@ def train(options: Options, parent: Parent | None = None) -> int:
 
 
 def _prints(world: "World") -> bool:
-    """Whether this rank speaks for its node, since kit does not."""
+    """Whether this rank prints its node's lines; without kit, each node's first rank does."""
     return world.is_first_on_node and not world.is_by_kit
 
 
 def _train(options: Options, world: "World", task: "Task", parent: Parent | None) -> int:
-    """Join the other ranks, train, perhaps in several attempts, and return the exit status."""
+    """Join the process group, train in one or several attempts, and return the exit status."""
     from nodekit.training.attempts import reform
     from nodekit.training.process import malloc
 
-    if world.device.type == "cpu":  # else it would keep the weights that have gone to the GPU
+    # With a GPU, the process would keep the memory of weights that it has moved there.
+    if world.device.type == "cpu":
         malloc.keep_freed_memory()
     world = replace(world, may_stay=reform.can_go_on(options, world))
     if world.may_stay:
@@ -204,7 +205,7 @@ def _train(options: Options, world: "World", task: "Task", parent: Parent | None
 
 
 def _interruptible(world: "World", parent: Parent | None) -> AbstractContextManager[object]:
-    """While ranks that nobody has launched meet, let Ctrl-C end this one: a launcher would end it by SIGTERM."""
+    """Let Ctrl-C end this rank during the rendezvous if no launcher does so: kit and torchrun send SIGTERM."""
     from torch.distributed import is_torchelastic_launched
 
     if not world.launched or world.is_by_kit or parent is not None or is_torchelastic_launched():
@@ -215,7 +216,7 @@ def _interruptible(world: "World", parent: Parent | None) -> AbstractContextMana
 def _attempt(
     options: Options, world: "World", task: "Task", stop: Stop, parent: Parent | None
 ) -> "int | Kept":
-    """Train, from what was kept in an earlier attempt if anything was: the exit status, or what the next one gets."""
+    """Train for one attempt, from ``world.kept`` if there is one; return the exit status, or a step to go on from."""
     from nodekit.training.attempts import reform
     from nodekit.training.process.stages import KEEPING
     from nodekit.training.reporting import node_lines
@@ -229,20 +230,20 @@ def _attempt(
                 world.__enter__()
         if _prints(world) and (text := node_lines.met(world)):
             print(text, flush=True)
-        folder = output_folder(options, world)  # another node's number may be this one's now
+        folder = output_folder(options, world)  # this node's number may have changed since the last attempt
         result = _run_loops(loops, options, world, task, folder, stop)
         if result is None and loops[-1].is_paused and (kept := loops[-1].keep()):
             _forget(loops.pop())
             kept.has_paused = True
             return kept
-        world.close()  # here, where it cannot take longer than the grace if a signal comes
+        world.close()  # within Stop: if a signal comes, it cannot take longer than the grace
         return stop.exit_code if result is None else 0
     except Exception as error:
         loop = loops.pop() if loops else None
         why = why_over(error)
         kept = _last_step(world, loop) if why else None
         if kept is not None and not stop.requested and world.may_stay:
-            # From here on this rank does not hear of another loss, nor answer.
+            # From here on, this rank does not listen to its agent until it waits for the next attempt.
             world.stage(KEEPING, step=kept.age[1])
             said = str(error).partition("\n")[0]  # NCCL's message has four lines; the first one is enough
             print(f"nodekit: {why}: waiting with step {kept.age[1]} ({said})", file=sys.stderr)
@@ -261,15 +262,15 @@ def _attempt(
                 f"nodekit: {why}, and this rank ends: {reform.why_ends(options, world) or no_step}",
                 file=sys.stderr,
             )
-        _KEPT_ALIVE.append(error)  # its traceback refers to all the frames
+        _KEPT_ALIVE.append(error)  # its traceback refers to all frames, and so to DDP
         code = stop.exit_code if stop.requested else 1
         stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
         if not stop.requested and (parent is None or parent.is_first()):
             _report(error)
         is_saved = kept is not None and kept.save()
         if loop is not None:
-            loop.saver.settle()  # a snapshot on its way to the disk is work saved
-        # Spawned ranks are stopped, too, when one of them has failed: then there is nothing to add.
+            loop.saver.settle()  # let a snapshot that is being written finish
+        # Spawned ranks are also stopped when one of them has failed, and that rank has reported already.
         if stop.requested and not is_saved and (parent is None or parent.is_first()):
             print(f"nodekit: stopped, but without a snapshot of this step: {error}", file=sys.stderr)
         world.close()
@@ -279,11 +280,11 @@ def _attempt(
 def _last_step(world: "World", loop: "Loop | None") -> "Kept | None":
     """Leave the process group, since another rank is lost, and return the newest whole step in memory, if any."""
     world.leave_others()
-    if loop is None:  # the error came before there was one: what the earlier attempt has kept is still there
+    if loop is None:  # the error came before the loop was made: the earlier attempt's step may still be held
         return world.kept if world.kept and world.kept.is_held else None
     try:
         return loop.keep()
-    except Exception as unmade:  # the error that ended the attempt is the one to be reported
+    except Exception as unmade:  # only logged: the caller reports the error that ended the attempt
         logging.getLogger("nodekit.training").warning("no step is kept: %s", unmade)
         return None
 
@@ -296,7 +297,10 @@ def _run_loops(
     folder: Path,
     stop: Stop,
 ) -> dict[str, Any] | None:
-    """Train to the end, perhaps going back to a snapshot by ``--on-nan``; ``loops`` holds the present one."""
+    """Train to the end and return the result, going back to a snapshot by ``--on-nan rollback`` if need be.
+
+    ``loops`` holds the present loop, also after an error.
+    """
     from nodekit.training.attempts import reform
     from nodekit.training.loop import Loop
     from nodekit.training.steps.not_finite import NotFinite
@@ -307,7 +311,7 @@ def _run_loops(
         with reform.guarded(world, stop):
             loop = Loop(options, world, task, folder, stop, without=left_out)
         if world.kept is not None:
-            world.kept.release()  # the loop has it now
+            world.kept.release()  # the loop has loaded the step
         loops.append(loop)
         _KEPT_ALIVE.append(loop)
         try:
@@ -318,16 +322,16 @@ def _run_loops(
             bad_steps.append(error.step)
             left_out.update(error.batches)
         loops.remove(loop)
-        loop.saver.settle()  # the next one begins with the newest snapshot
+        loop.saver.settle()  # the next loop begins with the newest snapshot
         _forget(loop)
         del loop
-        gc.collect()  # the next one needs its memory
+        gc.collect()  # the next loop needs the memory
 
 
 def _judge(error: "NotFinite", options: Options, world: "World", number: int) -> None:
-    """Tell kit; raise the error again if training does not go back to a snapshot.
+    """Report the error to kit, and raise it again unless training is to go back to a snapshot.
 
-    It would be for the ``number``-th time within an epoch's steps.
+    ``number`` counts the rollbacks within an epoch's steps, this one included.
     """
     from nodekit.training.reporting.tell import tell
 
@@ -353,13 +357,13 @@ def _judge(error: "NotFinite", options: Options, world: "World", number: int) ->
 
 
 def _forget(loop: "Loop") -> None:
-    """Let go of a loop. A snapshot that is being written goes on beside the next one, which has what is newer."""
+    """Let a loop be freed, but not its group for snapshots, whose last collective may still be running."""
     _KEPT_ALIVE.remove(loop)
     _KEPT_ALIVE.append(loop.saver.snapshots.peers)
 
 
 def _report(error: Exception) -> None:
-    """Write on stderr why this rank failed, and to torchrun's error file if torchrun asked for one."""
+    """Write to stderr why this rank failed, and to torchrun's error file if torchrun asked for one."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
@@ -370,7 +374,7 @@ def _report(error: Exception) -> None:
 
 
 def output_folder(options: Options, world: "World") -> Path:
-    """This node's folder: the given one, kit's, or one in the working folder, which the same command finds again."""
+    """Return this node's output folder: by ``--output``, kit's, or one below ``runs`` that the same command reuses."""
     if options.output is None and world.output_dir is not None:
         return world.output_dir
     folder = options.output or default_folder(options, world.world_size)

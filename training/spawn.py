@@ -1,4 +1,4 @@
-"""``--launcher spawn``: this process starts the ranks of one machine itself, and ends with them. No restarts."""
+"""``--launcher spawn``: start the ranks of one machine from this process, and end with them, without restarts."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -27,11 +27,11 @@ from nodekit.training.rank import Parent, check, refused, train
 
 _POLL_EVERY_S = 0.2
 _MARGIN_S = 5.0
-"""Beyond the grace that ranks give themselves, until their processes are killed."""
+"""Seconds beyond the ranks' own grace until their processes are killed."""
 
 
 def environment(rank: int, world_size: int, master_port: int) -> dict[str, str]:
-    """A rank's environment, as torchrun would set it; the parent holds the store, as torchrun does."""
+    """Return a rank's environment as torchrun would set it; the parent process holds the store, as torchrun does."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -46,7 +46,7 @@ def environment(rank: int, world_size: int, master_port: int) -> dict[str, str]:
 
 
 def check_address(method: InitMethod) -> None:
-    """Refuse a ``tcp://`` address on which rank 0 could not listen.
+    """Check that rank 0 can listen on a ``tcp://`` address; other methods pass.
 
     Raises:
         ValueError: the port is taken, or the host is another machine.
@@ -64,30 +64,29 @@ def check_address(method: InitMethod) -> None:
 
 
 def run(options: Options) -> int:
-    """Start the ranks, wait for all, and return the exit status; on a stop or a failure, none is left behind."""
+    """Start the ranks, wait for all, and return the exit status; on a stop or a failure, no rank is left running."""
     num_gpus = 1 if options.engine in ALONE else number_of(kind_here())
     world_size = options.nproc_per_node or num_gpus or 1
     try:
-        # What all ranks would refuse is reported once, here. The last rank needs the most: as many GPUs as ranks.
+        # Check once here what all ranks would refuse, as the last rank, which needs as many GPUs as there are ranks.
         last = environment(world_size - 1, world_size, 0)
         world, _ = check(options, {**os.environ, **last})
         check_address(world.init_method)
     except (ValueError, FileNotFoundError) as error:
         return refused(error)
-    # As torchrun does, but with all cores; it must be set before a rank imports torch.
+    # As torchrun does, but share out all cores, not one each; it must be set before a rank imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // world_size)))
     with ExitStack() as stack:
         stop = stack.enter_context(Stop(options.grace + 2 * _MARGIN_S))
         port = 0
-        if (
-            world.init_method.scheme == "env"
-        ):  # this process keeps the port from here on: nobody else can take it
+        # This process listens on the port from here on, so that no other process can take it.
+        if world.init_method.scheme == "env":
             store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
             port = store.port
         stop_pipe, parents_end = multiprocessing.connection.Pipe(duplex=False)
         first = multiprocessing.get_context("spawn").Lock()
         stack.callback(parents_end.close)
-        # Ranks inherit this: while they import torch, Ctrl-C would print a traceback in each. The parent stops them.
+        # Ranks inherit SIG_IGN: while they import torch, Ctrl-C would print a traceback in each. The parent stops them.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         started = spawn(  # type: ignore[no-untyped-call]
             _rank, (options, world_size, port, stop_pipe, first), world_size, join=False
@@ -108,7 +107,7 @@ def run(options: Options) -> int:
 def _wait(
     processes: list[BaseProcess], stop: Stop, parents_end: Connection, first: Lock, grace_s: float
 ) -> int:
-    """Wait until all ranks have ended, or their grace is over; the status is that of the first that failed."""
+    """Wait until all ranks have ended, or their grace is over; return the status of the first rank that failed."""
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     code, deadline_s = 0, float("inf")
     while running and time.monotonic() < deadline_s:
@@ -119,7 +118,8 @@ def _wait(
                 code = _status(rank, processes[rank], stop)
         if (stop.requested or code) and not parents_end.closed:
             if not stop.requested:
-                first.acquire(block=False)  # which a rank that was killed has not
+                # A rank that was killed has not taken it: keep the others from reporting.
+                first.acquire(block=False)
             parents_end.close()
             deadline_s = time.monotonic() + grace_s + _MARGIN_S
     if running:
@@ -146,8 +146,8 @@ def _rank(
     rank: int, options: Options, world_size: int, port: int, stop_pipe: Connection, first: Lock
 ) -> NoReturn:
     parent = Parent(stop_pipe, first)
-    # By what the ranks were started with, their data loaders' processes would each import all anew, need data that can
-    # be pickled, and end by a Ctrl-C in the terminal, before the rank's snapshot.
+    # The ranks were spawned. If their data loaders' workers were too, each would import everything again, need data
+    # that can be pickled, and be ended by Ctrl-C in the terminal before the rank's snapshot.
     multiprocessing.set_start_method(None, force=True)
     os.environ.update(environment(rank, world_size, port))
     try:

@@ -1,4 +1,4 @@
-"""Where a training begins: at the newest snapshot, or where the options say."""
+"""Where a training begins: at the newest snapshot, at weights or a checkpoint that the options name, or at step 0."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +20,15 @@ _ANEW = "To train anew, give another folder with --output, or a new run with kit
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """What a training goes on from; by default it begins."""
+    """The step that a training goes on from; by default, step 0."""
 
     step: int = 0
     trained_s: float = 0.0
-    """How long the job has trained until then, restarts included."""
+    """How many seconds the job has trained until that step, restarts included."""
     resumed_from: str | None = None
+    """The snapshot or checkpoint, as text for people; None if neither was loaded."""
     notes: Sequence[str] = ()
-    """What the user should know of it, a line for each."""
+    """Remarks for the user, a line each: weights that were left out, or optimizer settings that differ."""
 
 
 def load(
@@ -37,10 +38,12 @@ def load(
     optimizer: torch.optim.Optimizer,
     sampler: ElasticSampler,
 ) -> StartingPoint:
-    """Continue from a snapshot, or else from what the options name: all but what the engine loads.
+    """Load a snapshot, or the files that the options name, into model, optimizer and sampler.
+
+    The tensors of a sharded snapshot are left to the engine.
 
     Raises:
-        TrainingError: it is of another task or model, or trained to the end already.
+        TrainingError: the snapshot or file is of another task or model, or trained to the end already.
     """
     if found:
         return _snapshot(found, options, module, optimizer, sampler)
@@ -63,7 +66,7 @@ def _snapshot(
     state = found.state
     try:
         notes = unlike(optimizer, state["optimizer"])
-        if not found.shards:  # else the engine reads them, each rank its own part
+        if not found.shards:  # otherwise the engine reads the tensors, each rank its own part
             module.load_state_dict(state["model"])
             load_state(optimizer, state["optimizer"], is_kept=begins_on_cpu(options))
         sampler.load_state_dict(state["sampler"])
@@ -82,7 +85,7 @@ def _checkpoint(
     optimizer: torch.optim.Optimizer,
     sampler: ElasticSampler,
 ) -> StartingPoint:
-    """Continue at the epoch of a script's own checkpoint."""
+    """Load a script's own checkpoint, and continue at its epoch."""
     is_partial = options.ignore_mismatched_sizes
     sampler.epoch, left_out = checkpoint.resume(path, module, optimizer, is_partial=is_partial)
     _refuse_if_over(str(path), options, sampler)
