@@ -1,4 +1,4 @@
-"""The training module that every rank runs, and its parts for a training loop of your own.
+"""What every rank runs: the training module, and parts of it for a training loop of your own.
 
 ``from nodekit.training import ElasticSampler, Snapshots, World`` imports each name on first use, so that
 ``python -m nodekit.training --help`` need not wait for torch.

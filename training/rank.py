@@ -1,4 +1,4 @@
-"""One rank, from its options to its exit status."""
+"""Run one rank, from its options to its exit status."""
 
 import gc
 import importlib.util
@@ -264,7 +264,7 @@ def _attempt(
             )
         _KEPT_ALIVE.append(error)  # its traceback refers to all frames, and so to DDP
         code = stop.exit_code if stop.requested else 1
-        stop.end_within_grace(code)  # a peer that is gone may keep the process group from closing
+        stop.end_within_grace(code)  # a lost rank may keep the process group from closing
         if not stop.requested and (parent is None or parent.is_first()):
             _report(error)
         is_saved = kept is not None and kept.save()

@@ -63,7 +63,7 @@ def run_attempts(
                 if kept is not None and kept.save():
                     saved = f"; step {kept.age[1]} is saved"
                 log.warning("%s, and this rank ends: %s%s", why, _why_it_ends(world, stop), saved)
-            stop.end_within_grace(1)  # a peer that is gone may keep the process group from closing
+            stop.end_within_grace(1)  # a lost rank may keep the process group from closing
             world.close()
             raise
         world.close()
@@ -92,7 +92,7 @@ def _last_step(world: World, error: BaseException) -> Kept | None:
     world.leave_others()
     if (kept := world.kept_on(error)) is not None:
         return kept
-    return world.kept if world.kept and world.kept.is_held else None  # before the first step of this attempt
+    return world.kept if world.kept and world.kept.is_held else None  # this attempt has made no step yet
 
 
 def _why_it_ends(world: World, stop: Stop) -> str:

@@ -1,4 +1,4 @@
-"""A copy of the model on each rank; gradients are averaged while the backward pass still runs."""
+"""DDP: a copy of the model on each rank; gradients are averaged while the backward pass still runs."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,7 +16,7 @@ POWER_SGD_FROM = 10
 
 
 class Engine(single.Engine):
-    """DistributedDataParallel."""
+    """Wraps the module in DistributedDataParallel."""
 
     model: DistributedDataParallel
 

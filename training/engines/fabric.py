@@ -61,7 +61,7 @@ def _environment(world: World) -> Any:
 
     class Environment(base):  # type: ignore[misc]  # the base class is known at run time only
         creates_processes_externally = True
-        main_address, main_port = "", 0  # the process group is there already
+        main_address, main_port = "", 0  # not needed: the process group exists already
 
         @staticmethod
         def detect() -> bool:

@@ -57,7 +57,7 @@ class Engine(single.Engine):
 
     def sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
         assert isinstance(self.model, FSDPModule)
-        if is_last != self._syncs:  # the setting holds for all micro-batches that follow
+        if is_last != self._syncs:  # FSDP keeps the setting for the micro-batches that follow
             self._syncs = is_last
             self.model.set_requires_gradient_sync(is_last)
         return nullcontext()

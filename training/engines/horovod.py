@@ -37,7 +37,7 @@ _SLOT = ("hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "
 
 
 class Engine(single.Engine):
-    """Horovod's grouped allreduce, before a step of the plain optimizer."""
+    """Averages gradients by Horovod's grouped allreduce, before each step of the plain optimizer."""
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Start Horovod on all ranks, and send rank 0's weights to all ranks."""

@@ -1,4 +1,4 @@
-"""Checking and creating the engine that the options name."""
+"""Check and create the engine that the options name."""
 
 import importlib
 import importlib.util

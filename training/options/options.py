@@ -330,7 +330,7 @@ class Options:
         type=values.auto_or_positive,
         metavar="T",
     )
-    """None for auto."""
+    """Seconds; None for auto."""
     keep: int = _kept(2, "snapshots to keep, 2 or more", type=values.whole(2), metavar="N")
     snapshot_format: str = _kept(
         "auto",
@@ -352,7 +352,7 @@ class Options:
     def peak_lr(self) -> float:
         """The learning rate after the warm-up, scaled by ``--lr-scale``.
 
-        It does not depend on the number of ranks, since the global batch does not either.
+        It does not depend on the number of ranks, since the global batch does not.
         """
         factor: float = (self.batch_size / LINEAR_LR_BATCH) ** _LR_EXPONENTS[self.lr_scale]
         return self.lr * factor

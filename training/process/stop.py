@@ -107,7 +107,8 @@ class Stop:
             if number[0] == signal.SIGINT:
                 if self._interrupted_s is None:
                     self._interrupted_s = time.monotonic()
-                elif time.monotonic() - self._interrupted_s > _AGAIN_S:  # Ctrl-C again: at once
+                # A second Ctrl-C ends the process at once.
+                elif time.monotonic() - self._interrupted_s > _AGAIN_S:
                     os._exit(128 + signal.SIGINT)
                 if not self.requested:
                     self.exit_code = 128 + signal.SIGINT
@@ -148,7 +149,7 @@ def _leave_alone() -> None:
         _entered.clear()
 
 
-if hasattr(os, "register_at_fork"):  # Windows forks nothing
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
     os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_leave_alone)
 
 

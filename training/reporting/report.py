@@ -81,7 +81,7 @@ class Report:
         self._last_point = self._last_slow_curves = 0.0
         self._curves: Curves | None = None
         self._attempt = ""
-        self._epoch_and_loss: tuple[int, float] | None = None  # of the last step
+        self._epoch_and_loss: tuple[int, float] | None = None  # of the last step; None before the first one
         self._open_metrics(step, is_evaluated=is_evaluated)
         self._tracker = self._start_tracker(track, settings or {}) if track and world.is_main else None
         self._progress = self._open_progress()
@@ -135,7 +135,7 @@ class Report:
         if self._num_samples == 0:
             if self._world.is_first_on_node:
                 self.tell("first-step", step=step, total_steps=self._total_steps, time=ended)
-            if self._world.kept is not None:  # the process is as old as its first attempt
+            if self._world.kept is not None:  # the process began before this attempt, so its age says nothing
                 self.say(f"first step {now - self._started:.2f} s after all ranks were ready")
             elif (age_s := _process_age_s()) is not None:
                 self.first_step_s = age_s
@@ -353,7 +353,8 @@ class Report:
 def _process_age_s() -> float | None:
     """Return the seconds since this process was started; None on a system without /proc."""
     try:
-        if by_kit := os.environ.get("NODEKIT_STARTED"):  # the process may have waited for its start
+        # Kit may have forked the process before the rank's start.
+        if by_kit := os.environ.get("NODEKIT_STARTED"):
             return time.clock_gettime(time.CLOCK_BOOTTIME) - float(by_kit)
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up_s = float(Path("/proc/uptime").read_text().split()[0])

@@ -8,7 +8,7 @@ class Background:
     """Runs each call in a thread of its own, which is no daemon, so that the interpreter waits for it at exit."""
 
     def __init__(self, name: str) -> None:
-        """``name`` is the thread's."""
+        """``name`` is that of each thread."""
         self._name = name
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -47,7 +47,7 @@ class _Said(NamedTuple):
     made: Made | None
     """Which state the rank has kept in memory; None for none."""
     on_disk: tuple[int, int] | None
-    """(generation, step) of the newest snapshot in the rank's folder; None unless it is the first rank of its node."""
+    """(generation, step) of the newest snapshot in the folder, from the first rank of each node; None for none."""
     attempt: str
     """A random number; rank 0's becomes the number of the attempt."""
 

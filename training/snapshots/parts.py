@@ -94,10 +94,10 @@ def everywhere_in_parts(snapshots: Snapshots, world: World, manifest: Manifest) 
 
 
 class _Spread:
-    """Which nodes have which files of a sharded snapshot. All ranks make the same calls."""
+    """The spread of a sharded snapshot's files over the nodes, and sends between these; all ranks make equal calls."""
 
     def __init__(self, snapshots: Snapshots, world: World, manifest: Manifest) -> None:
-        """Have the first rank of each node verify the files in its folder.
+        """Verify the files in each node's folder, on its first rank; all ranks call it.
 
         Files count also if the manifest is not there, as on a node that was killed before it could commit.
         """

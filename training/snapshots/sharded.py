@@ -125,7 +125,7 @@ class ShardedSnapshots(Snapshots):
         )
 
     def _commit(self, state: Any, *, step: int, world_size: int, attempt: str) -> Manifest:
-        with ExitStack() as lock:  # until the manifest is there
+        with ExitStack() as lock:  # the folder is locked until the manifest is written
             begun = self.peers.together(partial(self._begin, step, lock))
             name, _ = begun[self._leader]
             manifest, written_here = self._write_parts(

@@ -106,11 +106,11 @@ class Snapshots:
         self.num_failed = 0
         """How many saves have failed in a row."""
         self.saved_s = time.monotonic()
-        """When the last save was committed, by ``time.monotonic()``; before any, when this object was made."""
+        """When the last save was committed, by ``time.monotonic()``; initially, when this object was made."""
         self.peers: Peers | None = None
         """The group that sends files of sharded snapshots, once needed; it must outlive all of its collectives."""
         self.last_save_s: float | None = None
-        """How long the last save took, without the copy to host memory."""
+        """How many seconds the last save took, without the copy to host memory."""
         self._damaged: set[str] = set()  # names of manifests whose snapshots are damaged
         # Names of all manifests that could not be used: damaged, unreadable, or written by a newer nodekit.
         self._rejected: set[str] = set()
@@ -433,7 +433,7 @@ class Snapshots:
 
     @contextmanager
     def _locked_folder(self, *, waits: bool = False) -> Iterator[None]:
-        """Lock the folder against other writers, and remove leftovers: none of these are files being written then.
+        """Lock the folder, so that no file in it is being written by another save, and remove leftovers.
 
         Raises:
             BlockingIOError: another writer has locked it (see ``commit.locked``).

@@ -23,7 +23,7 @@ class LocalSgd:
     """Decides after which steps the ranks synchronize, and averages their weights and optimizer states."""
 
     def __init__(self, options: Options, world: World, module: torch.nn.Module, *, step: int) -> None:
-        """Start after ``step`` with weights that are the same on all ranks."""
+        """Start after ``step``; the weights must be the same on all ranks."""
         assert options.local_steps is not None
         self.step_s = 0.0
         """The mean seconds of a step since the last sync, on this rank."""
@@ -58,7 +58,7 @@ class LocalSgd:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Give all ranks the same weights; all ranks call it."""
+        """Average the weights over the ranks, with DiLoCo by an outer step towards the average; all ranks call it."""
         world = self._world
         average_tensors(self._parameters, [world.world_size] * len(self._parameters), world.device)
         if self._outer is not None:
@@ -97,7 +97,7 @@ class LocalSgd:
         average_tensors(tensors, num_ranks, self._world.device)
 
     def state(self) -> dict[str, Any]:
-        """The outer optimizer's state for a snapshot, which is taken right after an average."""
+        """Return the outer optimizer's state for a snapshot, which must be taken right after an average."""
         return {} if self._outer is None else self._outer.state_dict()
 
     def load(self, state: Mapping[str, Any]) -> None:

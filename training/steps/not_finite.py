@@ -25,10 +25,10 @@ _CURE = (
 
 
 class NotFinite(TrainingError):
-    """The loss of a step, or the weights after it, are not finite; raised on all ranks alike."""
+    """The loss of a step, or the weights after the step, are not finite; raised on all ranks alike."""
 
     def __init__(self, what: str, step: int, found: Sequence[tuple[int, float, str]]) -> None:
-        """``what`` is ``loss`` or ``weights``; ``found`` has rank, value and host where it is not finite."""
+        """``what`` is ``loss`` or ``weights``; ``found`` has rank, value and host for each value that is not finite."""
         self.what, self.step = what, step
         self.ranks = tuple(rank for rank, _, _ in found)
         """The ranks on which the loss or weights are not finite."""
@@ -44,11 +44,11 @@ class NotFinite(TrainingError):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Those of the event ``not-finite``."""
+        """The fields of the event ``not-finite``."""
         return {"what": self.what, "ranks": list(self.ranks), "value": str(self.value)}
 
     def final(self, why: str) -> "NotFinite":
-        """Make the message that of an end, with the reason and the cure; return the error itself."""
+        """Add to the message why training ends here, and what may help; return the error itself."""
         self.args = (f"{self.args[0]}: {ENDS} ({why}), and no snapshot holds it; {_CURE}",)
         return self
 

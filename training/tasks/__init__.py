@@ -22,7 +22,7 @@ BUILT_IN = {
     "images": "nodekit.training.tasks.images:Images",
     "text": "nodekit.training.tasks.text:Text",
 }
-"""Name for ``--task`` → class."""
+"""Name for ``--task`` → the task's class, as ``module:Class``."""
 IMPORTS = {
     "text": ("transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"),
 }

@@ -15,7 +15,7 @@ from nodekit.training.tasks.digits import Digits, Pixels
 SIDE = 28
 NUM_CLASSES = 10
 _IMAGES, _LABELS = 0x0803, 0x0801
-"""An IDX file's first four bytes: two zeros, 8 for unsigned bytes, and how many dimensions there are."""
+"""An IDX file's magic number, its first four bytes: two zeros, 8 for unsigned bytes, and the number of dimensions."""
 
 
 class Mnist(Digits):
@@ -66,7 +66,7 @@ class Mnist(Digits):
 
 
 class _Bytes(Pixels):
-    """Images kept as bytes, uint8 ``(num, 1, 28, 28)``, which take a quarter of the memory on every rank."""
+    """Images kept as bytes, uint8 ``(num, 1, 28, 28)``, which take a quarter of the memory of float32."""
 
     def __getitem__(self, index: int) -> Sample:
         return self.images[index].float() / 255, self.labels[index]

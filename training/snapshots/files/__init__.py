@@ -1,4 +1,4 @@
-"""The files of a snapshot: how one is written whole, what they say, which generation may write them, what was found.
+"""The files of a snapshot: atomic writes, manifests, shards, and the fence that limits which generation may write.
 
 It may import `training.snapshots.hostcopy` and what is below `training.snapshots`.
 """

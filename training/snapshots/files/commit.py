@@ -1,4 +1,4 @@
-"""Writing files atomically, whatever kills the process or fills the disk."""
+"""Write files atomically, even if the process is killed or the disk is full."""
 
 import errno
 import hashlib
@@ -177,7 +177,7 @@ class HashingFile:
     """
 
     def __init__(self, file: BinaryIO, error: OSError | None = None) -> None:
-        """With an ``error``, nothing is written, and ``finish`` raises it."""
+        """Wrap an open file; if ``error`` is given, write nothing, and raise it in ``finish``."""
         self._file = file
         self._digest = hashlib.sha256()
         self._error = error
@@ -198,7 +198,7 @@ class HashingFile:
 
     def flush(self) -> None:
         """Flush the file; never raise an OSError."""
-        with suppress(OSError):  # finish raises it again
+        with suppress(OSError):  # `finish` flushes again, and raises the error
             self._file.flush()
 
     def finish(self) -> None:

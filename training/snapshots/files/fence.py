@@ -13,7 +13,7 @@ FILE = "fence"
 
 
 class Fenced(RuntimeError):
-    """This generation is over: it may neither train on nor commit a snapshot."""
+    """The rank's generation is over: it may neither train on nor commit a snapshot."""
 
     def __init__(self, generation: int, fence: int, where: str) -> None:
         super().__init__(
@@ -28,7 +28,7 @@ class Fence:
     """The fence of one folder, raised by kit's supervisor or by the first commit of a newer generation."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder`` is that of the snapshots; nothing is read yet."""
+        """Read nothing yet; ``folder`` is that of the snapshots."""
         self._path = folder / FILE
 
     def read(self) -> int:

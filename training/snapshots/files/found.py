@@ -1,4 +1,4 @@
-"""What was found in a snapshot folder, and whether training may go on from it."""
+"""The result of a search in a snapshot folder, and the check that training may go on from it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class NoneLoads(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found in a snapshot folder."""
+    """The result of a search for the newest snapshot in a folder."""
 
     loaded: Loaded | None = None
     """The newest snapshot that can be loaded."""

@@ -17,7 +17,7 @@ import torch
 
 METADATA = ".metadata"
 REST = "rest.pt"
-"""Everything but the tensors of model and optimizer."""
+"""The file with everything but the tensors of model and optimizer."""
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _ALLOWED = {
