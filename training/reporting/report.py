@@ -353,7 +353,7 @@ class Report:
 def _process_age_s() -> float | None:
     """Return the seconds since this process was started; None on a system without /proc."""
     try:
-        # Kit may have forked the process before the rank's start.
+        # kit may have forked this process before the rank's start.
         if by_kit := os.environ.get("NODEKIT_STARTED"):
             return time.clock_gettime(time.CLOCK_BOOTTIME) - float(by_kit)
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -165,7 +165,7 @@ class _Spread:
 
 
 def _held(folder: Path, manifest: Manifest) -> tuple[set[str], list[str]]:
-    """Return the names of a sharded snapshot's files that are here and intact, and errors for those that are unread."""
+    """Return the names of the files that are here and intact, and the errors of files that cannot be read."""
     until_s = time.monotonic() + commit.RETRY_S
 
     def is_held(name: str) -> bool | str:
