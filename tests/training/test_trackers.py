@@ -235,3 +235,12 @@ def test_bad_settings_are_refused_before_anything_starts(tmp_path: Path) -> None
     argv = ["python", "-u", *TRAINING_MODULE, "--track", "mlflow"]
     with pytest.raises(KitError, match="gpu2: --track mlflow needs mlflow"):
         refuse_options(argv, tmp_path, world_size=2, env={}, modules={"gpu1": ["mlflow"], "gpu2": []})
+
+
+@pytest.mark.parametrize("written", ["", "[]", '{"key": 3}', '{"key": [1]}', "{}"])
+def test_a_damaged_note_of_what_was_sent_counts_as_none(written: str, tmp_path: Path) -> None:
+    """Then what the service itself has decides."""
+    note = tmp_path / ".tracked.json"
+    note.write_text(written)
+    service: Any = None
+    assert track._Sender(service, "service", note, "key", (4, 2))._last == [4, 2]

@@ -216,7 +216,7 @@ class _Sender:
         try:
             step, evaluated = json.loads(self._note.read_text(encoding="utf-8"))[self._key]
             return [step, evaluated]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return [-1, -1]
 
     def _say(self, error: Exception) -> None:
