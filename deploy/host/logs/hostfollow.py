@@ -276,7 +276,7 @@ def events(node_dir: str, file: str = "", offset: int = 0) -> List[List[Any]]:
 
     A file is named by the time of its first event. If the name differs from `file`, as on a new disk, all events are
     returned. If a power loss has made the file shorter than `offset`, an empty line marks the place, and further events
-    are those of ``FILE@BYTES``.
+    are those of ``FILE@BYTES``. If it has spoilt the first event, the file counts as the same.
     """
     found: List[List[Any]] = []
     try:
@@ -285,7 +285,7 @@ def events(node_dir: str, file: str = "", offset: int = 0) -> List[List[Any]]:
                 name = repr(json.loads(events_file.readline())["time"])
             except (ValueError, KeyError, TypeError):
                 name = "?"
-            is_same = file.partition("@")[0] == name
+            is_same = bool(file) and name in ("?", file.partition("@")[0])
             name, place = (file, offset) if is_same else (name, 0)
             size = events_file.seek(0, os.SEEK_END)
             if place > size:

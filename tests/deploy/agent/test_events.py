@@ -86,6 +86,19 @@ def test_a_node_whose_events_a_power_loss_has_cut_short_is_read_on_from_there(ho
     assert kinds(home) == ["sample"] * 9 + ["agent-started", "agent-started", "rendezvous", "rendezvous"]
 
 
+def test_events_are_not_gathered_again_where_a_power_loss_has_spoilt_the_first_of_them(home: Path):
+    write(home / "gpu1", *({"time": 10.0 + number, "kind": "sample"} for number in range(3)))
+    gatherer = events.Gatherer(home / "run")
+    gather(gatherer, home / "gpu1")
+    with (home / "gpu1" / events.FILE).open("rb+") as file:
+        file.write(bytes(20))  # a block that was never written holds zeros
+    write(home / "gpu1", {"time": 20.0, "kind": "agent-started"})
+    gather(gatherer, home / "gpu1")
+    write(home / "gpu1", {"time": 21.0, "kind": "rendezvous"})
+    gather(events.Gatherer(home / "run"), home / "gpu1")
+    assert kinds(home) == ["sample"] * 3 + ["agent-started", "rendezvous"]
+
+
 @pytest.mark.parametrize("set_s", [86_400.0, -86_400.0])
 def test_a_nodes_clock_that_is_set_moves_none_of_its_events_by_a_day(home: Path, set_s: float):
     began = time.time() - 50
