@@ -288,7 +288,8 @@ class World:
         """When another rank is lost, tell kit to wait for this one, if ``newest`` returns a step that it can keep.
 
         For ranks that can leave their collective (`keeps_steps`). If gloo blocks the main thread all the same, another
-        thread calls ``save`` and ends the process.
+        thread calls ``save`` and ends the process. A rank that is to stop, and waits in a collective for one that does
+        not come, as where that one's disk stands still, takes it for lost.
         """
         messages = self.messages
         if messages is None:
@@ -312,7 +313,19 @@ class World:
                     target=end_if_deaf, args=(messages.has_left,), name="nodekit-guard", daemon=True
                 ).start()
 
+        def leave_if_stalled(has_left: threading.Event) -> None:
+            if connections.is_stalled(has_left):
+                log.warning("this rank is to stop, and waits in vain for another one: it leaves the others")
+                when_lost()
+
+        def when_stalled() -> None:
+            if self.backend == "gloo":
+                threading.Thread(
+                    target=leave_if_stalled, args=(messages.has_left,), name="nodekit-guard", daemon=True
+                ).start()
+
         messages.when("lost", when_lost)
+        messages.when("stalled", when_stalled)
 
     def stage(self, text: str, *, step: int | None = None) -> None:
         """Tell kit what this rank does outside of its steps, so that a hang there is found.

@@ -39,6 +39,14 @@ def test_a_rank_that_waits_and_does_nothing_is_deaf(monkeypatch: pytest.MonkeyPa
     assert found_deaf(lambda: others.wait(), is_told.set)
 
 
+def test_a_rank_that_waits_for_its_own_disk_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Snapshots.wait`, say: who left the others then would end, with the snapshot half written."""
+    monkeypatch.setattr(connections, "DEAF_S", 0.3)
+    monkeypatch.setattr(connections, "is_deaf", connections.is_stalled)
+    is_written = threading.Event()
+    assert not found_deaf(lambda: is_written.wait(1))
+
+
 def test_a_rank_that_asks_horovod_again_and_again_is_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not idle, and yet does nothing else."""
     monkeypatch.setattr(connections, "DEAF_S", 0.3)

@@ -149,6 +149,25 @@ def test_a_rank_that_has_lost_another_says_that_it_keeps_its_step_and_ends_if_it
     assert [each for each in done if each != "left"] == ["saved", 1] * (step is not None and is_deaf)
 
 
+@pytest.mark.parametrize("is_stalled", [True, False])
+def test_a_rank_that_is_to_stop_leaves_the_others_where_it_waits_in_vain_for_one(
+    is_stalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    handlers: dict[str, Callable[[], object]] = {}
+    agent: Any = SimpleNamespace(when=handlers.__setitem__, has_left=threading.Event())
+    monkeypatch.setattr(world_module, "messages_from", lambda _: agent)
+    monkeypatch.setattr(connections, "is_stalled", lambda _: is_stalled)
+    monkeypatch.setattr(connections, "is_deaf", lambda _: False)
+    monkeypatch.setattr(connections, "shut_down", lambda: done.append("left"))
+    world = replace(World.from_env({}), agent_pipe=tmp_path, progress_file=tmp_path / "rank0")
+    world.keeps_when_lost(lambda: 3, lambda: done.append("saved"))
+    handlers["stalled"]()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "nodekit-guard"])
+    assert done == ["left"] * is_stalled
+    assert (tmp_path / "rank0").exists() == is_stalled
+
+
 @pytest.mark.parametrize(("backend", "sent_on"), [("nccl", "meta"), ("gloo", "cpu")])
 def test_a_loss_on_the_cpu_is_watched_whatever_the_backend_sends(
     backend: str, sent_on: str, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,8 @@
 """What kit's agent on this node tells a rank while it runs, each time a line of JSON in a FIFO.
 
 ``{"kind": "lost"}``: another rank is lost. ``{"kind": "pause"}``: another node comes in; SIGTERM for a rank that cannot
-pause. ``{"kind": "next", ...}``: the environment of the next attempt, for a rank that waits for it.
+pause. ``{"kind": "stalled"}``: this rank has not stopped yet, and may be waiting for another.
+``{"kind": "next", ...}``: the environment of the next attempt, for a rank that waits for it.
 deploy/agent/ranks/messages.py is the other end.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 log = logging.getLogger("nodekit.training")
 
-Kind = Literal["lost", "pause"]
+Kind = Literal["lost", "pause", "stalled"]
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,11 @@ def is_deaf(has_left: threading.Event) -> bool:
     return _goes_on(has_left, DEAF_S, math.inf, _waits_for_others)
 
 
+def is_stalled(has_left: threading.Event) -> bool:
+    """As `is_deaf`, where the connections are not shut: a wait that may be for a disk does not count."""
+    return _goes_on(has_left, DEAF_S, math.inf, functools.partial(_waits_for_others, by_name=False))
+
+
 def is_idle(is_over: threading.Event, seconds: float, most_s: float) -> bool:
     """Block until the main thread was idle for ``seconds``, or ``most_s`` have passed; False once ``is_over`` is set.
 
@@ -162,7 +167,7 @@ def _sleeps() -> bool:
     return True
 
 
-def _waits_for_others(is_idle: bool) -> bool:
+def _waits_for_others(is_idle: bool, *, by_name: bool = True) -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return False
@@ -170,8 +175,8 @@ def _waits_for_others(is_idle: bool) -> bool:
     if _ASKS_IN.search(file):
         return True
     # What is called in C has no frame: the line that calls it tells.
-    in_torch = _WAITS_IN.search(file) or _WAITS_BY.search(linecache.getline(file, frame.f_lineno))
-    return is_idle and bool(in_torch)
+    waits = _WAITS_IN.search(file) or (by_name and _WAITS_BY.search(linecache.getline(file, frame.f_lineno)))
+    return is_idle and bool(waits)
 
 
 def _sockets() -> Connections:

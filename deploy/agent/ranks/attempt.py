@@ -43,6 +43,7 @@ from nodekit.training.options.arguments import OptionsError, read
 from nodekit.training.process import stages
 
 LOG_TAIL_BYTES = 64 * 1024
+STALLED_AFTER = 0.5  # this part of the grace: then ranks that still wait for others save alone, which takes a while
 EXITS_NO_FAILURE = (0, 143, 144)  # done; stopped, after a snapshot; fenced by a newer generation
 STAND_BY_S = 600.0  # how long the ranks of a node that joins may take to import and to read their data
 ALSO_S = 0.1  # wait so long for further failures of the same cause, once a rank has said why it failed
@@ -491,7 +492,8 @@ class Attempts:
             )
         else:
             # Ranks that wait for a next attempt, which does not come, save their step now.
-            self.workers.stop(max(grace_s, self._grace_s) if self._stay() else grace_s)
+            grace_s = max(grace_s, self._grace_s) if self._stay() else grace_s
+            self.workers.stop(grace_s, is_wanted=self._tell_of_a_stall(grace_s * STALLED_AFTER))
             self._staying.clear()
         self._standing_by &= self._staying
         self._messages.keep_no_more()
@@ -500,6 +502,23 @@ class Attempts:
             told = {"rank": rank, "pid": each.pid, "state": each.state, "wchan": each.wchan}
             self._record.event("unkillable", attempt=self._attempt, **told)
         self.tell_end(why)
+
+    def _tell_of_a_stall(self, after_s: float) -> Callable[[], bool]:
+        """A function for `Workers.stop` that tells the ranks which are left so long after SIGTERM, once; always False.
+
+        They may wait in a collective for a rank that stands still, and would end without a snapshot.
+        """
+        at = time.monotonic() + after_s if after_s else math.inf
+
+        def tell() -> bool:
+            nonlocal at
+            if time.monotonic() >= at:
+                at = math.inf
+                for local_rank in self.ranks:
+                    self._messages.send(local_rank, {"kind": "stalled"})
+            return False
+
+        return tell
 
     def tell_end(self, why: str) -> None:
         """Record the end of the attempt, with the last step that the ranks reported."""

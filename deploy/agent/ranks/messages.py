@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["lost", "pause"]
-"""``lost``: another rank is lost; ``pause``: another node joins."""
+Kind = Literal["lost", "pause", "stalled"]
+"""``lost``: another rank is lost; ``pause``: another node joins; ``stalled``: this rank has not stopped yet."""
 # Sent by a rank that lost a peer and waits for the next attempt; b"p" if all ranks have paused.
 _HAS_LOST = b"l"
 

@@ -427,9 +427,20 @@ def test_who_waits_for_an_attempt_that_does_not_come_has_the_grace_to_save_what_
     node.attempts.end(0.25, "stopped")
     node.own._staying = {1}
     node.attempts.end(60.0, "stopped")
-    assert node.stops == [(0.25, {}), (20.0, {}), (60.0, {})]
+    assert [grace_s for grace_s, _ in node.stops] == [0.25, 20.0, 60.0]
     assert (node.own._staying, node.own._standing_by) == (set(), set())
     assert [kind for kind, _ in node.events] == ["attempt-ended"], "once"
+
+
+def test_who_has_not_stopped_soon_is_told_once_that_another_may_have_stalled(node: Node) -> None:
+    """It may wait in a collective for one whose disk does not answer, and alone can save what it has."""
+    node.attempts.end(20.0, "stopped")
+    [(_, how)] = node.stops
+    assert not how["is_wanted"]()
+    assert not node.sent
+    node.wait(20.0 * attempt.STALLED_AFTER)
+    assert [how["is_wanted"]() for _ in range(2)] == [False] * 2, "the grace stays as it is"
+    assert node.sent == [(0, "stalled"), (1, "stalled")]
 
 
 def test_a_rank_that_cannot_be_ended_is_told_of_once(node: Node) -> None:
@@ -438,7 +449,7 @@ def test_a_rank_that_cannot_be_ended_is_told_of_once(node: Node) -> None:
 
     node.own.workers.stuck = [stuck(0, 100)]
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         node.own.workers.stuck += [stuck(1, 101), stuck(None, 55)]
 
     node.own.workers.stop = stop
