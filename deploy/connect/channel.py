@@ -38,6 +38,7 @@ CALL_TIMEOUT_S = 30.0  # for calls that need no time limit of their own
 STILL_THERE_S = 60.0
 # A channel is lost if a streaming call gets no part or result for so long; hosts send something more often.
 LOST_AFTER_S = 15.0
+WAITS_S, WAITS_AGAIN_S = 8.0, 15.0  # until it is told for which hosts a command waits, and between two times
 
 OFFERED = (
     "accept", "broken", "current_status", "errors", "files", "hostshell", "ports", "processes", "programs", "schema",
@@ -373,10 +374,20 @@ def open_ssh(connection: SshConnection, host: str, python: str) -> HostChannel:
     return HostChannel(host, _python(host, python, connection), connection)
 
 
-def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | Exception]:
+def on_all(
+    items: Mapping[str, T],
+    function: Callable[[T], R],
+    *,
+    waits: Callable[[list[str], float], object] | None = None,
+) -> dict[str, R | Exception]:
     """Call `function` on all items in parallel; return name → result *or* exception, so that no failure hides another.
 
     A KeyboardInterrupt does not wait for running calls: they end with their channel, or with the process.
+
+    Args:
+        items: name → argument.
+        function: is called in a thread for each.
+        waits: is called now and then while calls take long, with their names and the seconds since they began.
     """
     results: dict[str, R | Exception] = {}
 
@@ -389,8 +400,15 @@ def on_all(items: Mapping[str, T], function: Callable[[T], R]) -> dict[str, R | 
     threads = [threading.Thread(target=attempt, args=item, daemon=True) for item in items.items()]
     for thread in threads:
         thread.start()
+    began = time.monotonic()
+    tell_at = began + WAITS_S
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            thread.join(max(0.0, tell_at - time.monotonic()) if waits else None)
+            left = [name for name in items if name not in results]
+            if waits and left and (now := time.monotonic()) >= tell_at:
+                tell_at = now + WAITS_AGAIN_S
+                waits(left, now - began)
     return {name: results[name] for name in items}
 
 

@@ -122,7 +122,7 @@ def undo(
         run.say_stop(str(error) or "Ctrl-C")  # it is no failure: the user, or Slurm, wanted that
     # Agents that were started are stopped; those that still wait for their start end with their channel.
     results = stop(
-        lambda *, force: client.stop_all(grace_s=NOT_STARTED_GRACE_S, force=force), interrupts, say
+        lambda *, force: client.stop_all(grace_s=NOT_STARTED_GRACE_S, force=force, say=say), interrupts, say
     )
     left = unheard(run, results)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import time
 from collections.abc import Mapping
@@ -234,7 +235,7 @@ class SshBackend:
             client = NodeClient(run, inventory, channels)
             # Find out before stopping anything whether the run has ended by itself.
             ended = None if locks.is_supervised(run) else _end_of(run, _statuses(run, channels))
-            results = client.stop_all(force=options.force)
+            results = client.stop_all(force=options.force, say=functools.partial(print, flush=True))
             _gather_unwatched(client)
             was_running = any(
                 not isinstance(each, Exception) and each["was"] == "running" for each in results.values()

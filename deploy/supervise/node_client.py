@@ -221,16 +221,33 @@ class NodeClient:
     def _stop(self, node: NodePlan, *, grace_s: float = GRACE_S, force: bool = False, for_good: bool) -> Any:
         return self._channel(node.name).call(
             "stop",
-            timeout_s=grace_s + STOP_MARGIN_S + agents.COPYING_GRACE_S + 5,
+            timeout_s=_most_s(grace_s),
             node_dir=node.node_dir,
             grace_s=grace_s + STOP_MARGIN_S,
             force=force,
             for_good=for_good,
         )
 
-    def stop_all(self, *, grace_s: float = GRACE_S, force: bool = False) -> dict[str, Any]:
-        """Stop the run on every connected node; return host → what was found there, or the exception."""
-        return on_all(self._there(), lambda channel: self.stop(channel.host, grace_s=grace_s, force=force))
+    def stop_all(
+        self, *, grace_s: float = GRACE_S, force: bool = False, say: Callable[[str], object] | None = None
+    ) -> dict[str, Any]:
+        """Stop the run on every connected node; return host → what was found there, or the exception.
+
+        `say` is called now and then with the nodes that take long.
+        """
+
+        def waits(left: list[str], waited_s: float) -> None:
+            assert say is not None
+            say(
+                f"waiting for {', '.join(left)} to stop, {waited_s:.0f} s of up to {_most_s(grace_s):.0f}: "
+                "a snapshot is being saved, or a disk there does not answer"
+            )
+
+        return on_all(
+            self._there(),
+            lambda channel: self.stop(channel.host, grace_s=grace_s, force=force),
+            waits=waits if say else None,
+        )
 
     def gather_events(self, gatherer: Gatherer) -> None:
         """Fetch the new events and statuses of all connected nodes into the run's record."""
@@ -331,6 +348,11 @@ class NodeClient:
 
     def _call(self, name: str, op: str, **args: Any) -> Any:
         return self._channel(name).call(op, timeout_s=CALL_TIMEOUT_S, **args)
+
+
+def _most_s(grace_s: float) -> float:
+    """How long a node may take to stop."""
+    return grace_s + STOP_MARGIN_S + agents.COPYING_GRACE_S + 5
 
 
 def secrets_of(inventory: Inventory) -> dict[str, str]:

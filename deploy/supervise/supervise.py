@@ -368,7 +368,7 @@ class Supervisor:
     def stop(self, *, force: bool) -> dict[str, Any]:
         """Stop the run on every node; return host → what was found there, or the exception."""
         self._closing.set()
-        return self._client.stop_all(force=force)
+        return self._client.stop_all(force=force, say=self._view.say)
 
     def close(self) -> None:
         """Stop following the nodes, and pass the last events to the observers; call once the end is on record."""

@@ -578,6 +578,24 @@ def test_one_failure_hides_no_other() -> None:
     assert [str(found[name]) for name in ("b", "c")] == ["bad: broken", "worse: broken"]
 
 
+def test_hosts_that_take_long_are_named_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nodekit.deploy.connect.channel.WAITS_S", 0.05)
+    monkeypatch.setattr("nodekit.deploy.connect.channel.WAITS_AGAIN_S", 0.05)
+    told: list[list[str]] = []
+    is_told_twice = threading.Event()
+
+    def waits(left: list[str], waited_s: float) -> None:
+        assert waited_s >= 0.05
+        told.append(left)
+        if told[-2:] == [["slow"]] * 2:
+            is_told_twice.set()
+
+    def call(name: str) -> bool:
+        return name == "fast" or is_told_twice.wait(60)
+
+    assert on_all({"slow": "slow", "fast": "fast"}, call, waits=waits) == {"slow": True, "fast": True}
+
+
 def test_the_program_sent_needs_nothing_newer_than_python_3_8() -> None:
     files = list(Path(host.__file__).parent.rglob("*.py"))
     assert len(files) > 20

@@ -333,11 +333,11 @@ def test_ctrl_c_while_a_run_starts_stops_what_has_started_and_again_kills_it(
         wait_started(*args, **more)
         interrupt()
 
-    def interrupted_again(client: NodeClient, *, grace_s: float = 30.0, force: bool = False) -> Any:
+    def interrupted_again(client: NodeClient, *, force: bool = False, **more: Any) -> Any:
         asked.append(force)
         if not force:
             interrupt()
-        return stop_all(client, grace_s=grace_s, force=force)
+        return stop_all(client, force=force, **more)
 
     monkeypatch.chdir(local.folder)
     monkeypatch.setattr(start, "wait_started", interrupted)
