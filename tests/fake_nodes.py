@@ -168,7 +168,7 @@ class FakeChannel:
                 break
             if isinstance(said := each.pop(0), HostError):
                 raise said
-            take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": [], **said})
+            take({**self._part(), **said})
             time.sleep(self._nodes.pause_s.get(self.host, 0.0))
         while True:
             self._nodes.pause()
@@ -176,8 +176,13 @@ class FakeChannel:
                 time.sleep(0.002)
             if self._nodes.are_gone or (self._nodes.loses_channels and not self._nodes.number(10)):
                 raise HostError(self.host, "the connection is gone")
-            take({"status": dict(STATUS), "logs": [], "offsets": {}, "events": []})
+            take(self._part())
             time.sleep(0.002)
+
+    @staticmethod
+    def _part() -> dict[str, Any]:
+        own_time = time.clock_gettime(time.CLOCK_REALTIME)  # whatever a test has our clock say
+        return {"status": dict(STATUS), "logs": [], "offsets": {}, "events": [], "time": own_time}
 
     def close(self) -> None:
         """Nothing is open."""

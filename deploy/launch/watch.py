@@ -22,7 +22,7 @@ from nodekit.deploy.metrics import metrics_port
 from nodekit.deploy.notify import notify
 from nodekit.deploy.output.interrupts import Interrupts, Terminated, leave_terminal
 from nodekit.deploy.output.wording import count
-from nodekit.deploy.records import fetchlogs, locks
+from nodekit.deploy.records import events, fetchlogs, locks
 from nodekit.deploy.records.runs import LIVE, STOPPED_EXIT, Run
 from nodekit.deploy.screen.full_screen import Doing, FullScreen, fits_screen
 from nodekit.deploy.screen.verdict_screen import failed_screen, is_over, resume_command, with_left_out
@@ -321,6 +321,15 @@ def stopped_text(run: Run, results: Mapping[str, Any]) -> str:
     return "\n".join([text, *problems])
 
 
+def _clock_set_s(run: Run) -> float:
+    """By how much the clock here was set since a run was started."""
+    with contextlib.suppress(KitError):
+        found = events.read(run.folder)
+        first = max((at for at, each in enumerate(found) if each.kind == "run-started"), default=0)
+        return sum(map(events.clock_set_s, found[first:]))
+    return 0.0
+
+
 def conclude(run: Run, channels: Mapping[str, HostChannel], verdict: Verdict) -> int:
     """Say how it ended and where everything is; the exit status."""
     there = [name for name in run.nodes if name not in verdict.without] or list(run.nodes)
@@ -343,7 +352,7 @@ def conclude(run: Run, channels: Mapping[str, HostChannel], verdict: Verdict) ->
         resume = f"; {resume_command(run)} {goes_on}"
         print(f"{run.run_id} was stopped{resume if is_over(run, verdict) else ''}")
     else:
-        took = f"{(run.ended or time.time()) - run.started:.0f} s"
+        took = f"{(run.ended or time.time()) - run.started - _clock_set_s(run):.0f} s"
         if run.was_resumed:  # `kit runs` has the time of all its starts
             took += " since it was resumed"
         print(f"{run.run_id} {verdict.text} in {took}{_result(run, channels, first)}")

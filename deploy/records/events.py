@@ -26,6 +26,7 @@ MAX_KEPT = 20_000  # events held in memory while the disk is full
 # A node's clock counts as set if its events are off by more. A rank may report an event a minute late, and a smaller
 # change of the clock does not matter.
 CLOCK_SET_S = 90.0
+_TIMES = ("when", "progress_time", "done_at")  # fields, beside that of an event itself
 _REWRITTEN = (current_status.KIND, current_status.MOVED)
 
 
@@ -86,15 +87,31 @@ def parse_all(lines: Iterable[str | bytes]) -> list[Event]:
     """Parse lines, and return their events in the order of time, without duplicates that two supervisors gathered.
 
     If the clock was set back between two starts of the run, the events of the later start still come after the others.
+    If the supervisor's clock was set during a start, the times of the events before that are shifted to the new clock.
     """
     found: dict[Any, tuple[int, float, Event]] = {}
     parsed = [event for event in map(parse, lines) if event and event.kind not in _REWRITTEN]
+    set_s = 0.0
+    for number in range(len(parsed) - 1, -1, -1):
+        event = parsed[number]
+        if set_s:
+            others = {key: told + set_s for key in _TIMES if isinstance(told := event.get(key), int | float)}
+            parsed[number] = dataclasses.replace(
+                event, time=event.time + set_s, fields={**event.fields, **others}
+            )
+        set_s += clock_set_s(event)
     num_set_back = 0
     for number, (event, set_back_s) in enumerate(with_set_back(parsed)):
         num_set_back += set_back_s > 0
         at = event.get("at")
         found.setdefault((event.node, *at) if at else number, (num_set_back, event.time, event))
     return [event for *_, event in sorted(found.values(), key=lambda each: each[:2])]
+
+
+def clock_set_s(event: Event) -> float:
+    """By how much the supervisor's clock was set forward just before an event; negative: back; 0 for all others."""
+    told = event.get("clock_set_s") if event.node is None else None
+    return float(told) if isinstance(told, int | float) and math.isfinite(told) else 0.0
 
 
 def with_set_back(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
@@ -233,6 +250,10 @@ class Gatherer:
         known = self._clocks.get(node)
         return known[1] if known and known[0] == measured else measured
 
+    def our_clock_was_set(self, seconds: float) -> None:
+        """Shift the times of the events that were gathered so far, since our clock was set forward by `seconds`."""
+        self._latest = {node: when + seconds for node, when in self._latest.items()}
+
     def _offset_at(self, node: str, when: float, measured: float) -> float:
         """Return the offset of a node's clock at an event, whose time by that clock is `when`.
 
@@ -301,9 +322,5 @@ class Gatherer:
 
 def _by_our_clock(fields: Mapping[str, Any], clock_offset: float) -> dict[str, Any]:
     """Return fields of a node with their times by our clock; `clock_offset` is the node's clock minus ours."""
-    times = {
-        name: fields[name] - clock_offset
-        for name in ("time", "when", "progress_time", "done_at")
-        if fields.get(name)
-    }
+    times = {name: fields[name] - clock_offset for name in ("time", *_TIMES) if fields.get(name)}
     return {**fields, **times}

@@ -106,12 +106,12 @@ class RecordWriter:
             raise
         self._tell_of_mending(is_damaged=is_damaged)
 
-    def write_clock(self, name: str, clock_offset_s: float) -> bool:
-        """Record the offset of a node's clock that was set meanwhile; False if it cannot be written."""
+    def write_clocks(self, clock_offsets: Mapping[str, float]) -> bool:
+        """Record nodes' clock offsets after a clock was set; False if they cannot be written."""
         try:
             with self._run.changing(mends=True) as is_damaged:
                 self._refuse_over()
-                self._run.clock_offsets = {**self._run.clock_offsets, name: clock_offset_s}
+                self._run.clock_offsets = {**self._run.clock_offsets, **clock_offsets}
         except Over:
             return False
         except NotWritten as error:

@@ -21,7 +21,7 @@ from nodekit.deploy.connect.channel import ChannelLost, HostChannel, RemoteError
 from nodekit.deploy.host.schema import EventKind, NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records import runs
-from nodekit.deploy.records.events import Follower, Gatherer
+from nodekit.deploy.records.events import CLOCK_SET_S, Follower, Gatherer
 from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.story.event_text import out_of_the_job
 from nodekit.deploy.story.status import absence, status_line
@@ -131,6 +131,7 @@ class Supervisor:
         self._exclusions = drain.Exclusions(client.run)
         self._writer = RecordWriter(client.run, view)
         self._slow_nodes = drain.SlowNodes()
+        self._clock_ahead_s = _clock_ahead_s()
         self._has_ended = False
         """Whether the record has the run's end: no action is carried out any more."""
         self._record_problem = ""
@@ -461,6 +462,7 @@ class Supervisor:
             return
         status = value["status"] if kind == "part" else value
         if kind == "part":
+            self._see_to_clock(name, value["time"])
             for file, text in value["logs"]:
                 self._log(name, file, text)
             self._gather(name, value["events"])
@@ -499,13 +501,34 @@ class Supervisor:
             if not self._gatherer.add_of_node(name, found, clock_offset=offset):
                 self._writer.cannot_write(NO_ROOM.format(self._run.folder))
             set_s = self._gatherer.clock_offset(name, offset) - offset
-            if set_s and self._writer.write_clock(name, offset + set_s):
+            if set_s and self._writer.write_clocks({name: offset + set_s}):
                 way = "forward" if set_s > 0 else "back"
                 text = f"{name}: its clock was set {way} by about {abs(set_s):.0f} s; times are corrected for that"
                 self._view.say(text, is_event=True)
                 self._note("said", text=text)
         else:
             self._ungathered[name].extend(found)
+
+    def _see_to_clock(self, name: str, its_time: float) -> None:
+        """Where our clock was set, by what a node sends at the moment: its own has stood still by comparison, then.
+
+        After a pause of this machine, as of a virtual one, both have gone on.
+        """
+        ahead_s = _clock_ahead_s()
+        set_s = ahead_s - self._clock_ahead_s
+        if abs(set_s) <= CLOCK_SET_S:
+            return
+        self._clock_ahead_s = ahead_s
+        offset = self._run.clock_offsets.get(name, 0.0) - set_s
+        if not self._acts or abs(its_time - time.time() - offset) > CLOCK_SET_S:
+            return
+        offsets = {**dict.fromkeys(self._run.nodes, 0.0), **self._run.clock_offsets}
+        self._writer.write_clocks({node: each - set_s for node, each in offsets.items()})
+        self._gatherer.our_clock_was_set(set_s)
+        way = "forward" if set_s > 0 else "back"
+        text = f"this machine's clock was set {way} by about {abs(set_s):.0f} s; times are corrected for that"
+        self._view.say(text, is_event=True)
+        self._note("said", text=text, clock_set_s=set_s)
 
     def _line(self, name: str, status: NodeStatus) -> str:
         if not status["alive"] and (out := self._drained.line(name)):
@@ -560,3 +583,8 @@ class Supervisor:
         for line in text.split("\n")[:-1]:
             lines.append(line.rstrip("\r").rpartition("\r")[2])  # a progress bar's last state is its line
         self._view.log(node, rank, lines)
+
+
+def _clock_ahead_s() -> float:
+    """How far our clock is ahead of one that nobody sets."""
+    return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -438,6 +438,41 @@ def test_a_clock_that_was_set_is_on_record_and_told_once(
     assert said.startswith("a: its clock was set forward by about 86")
 
 
+@pytest.mark.parametrize("set_s", [86_400.0, -86_400.0])
+def test_our_own_clock_that_was_set_is_told_and_the_events_before_have_the_time_of_after(
+    set_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    with nodes.run.changing():
+        nodes.run.clock_offsets = {"a": 0.5, "b": 0.25}
+    real, is_set = time.time, threading.Event()
+    began = real()
+    monkeypatch.setattr(time, "time", lambda: real() + set_s * is_set.is_set())
+
+    def told(end: int) -> list[Any]:
+        return ["1.0", end, json.dumps({"time": began + end, "node": "a", "kind": "sample", "when": began})]
+
+    nodes.parts = {"a": [{"events": [told(1)]}, {"events": [told(2)]}]}
+    nodes.pause_s = {"a": 0.5}
+
+    def decide(state: State, number: int) -> tuple[State, list[Action]]:
+        found = len([each for each in events.read(nodes.run.folder) if each.node == "a"])
+        if found == 1 and not is_set.is_set():
+            is_set.set()
+        return state, [Finish("succeeded")] if found == 2 or number > 10_000 else []
+
+    with supervising(nodes, monkeypatch, decide) as (supervisor, _):
+        supervisor.watch()
+    offsets = find_runs.find(None).clock_offsets
+    assert offsets["a"] == pytest.approx(0.5 - set_s, abs=60)
+    assert offsets["b"] == pytest.approx(offsets["a"] - 0.25)
+    found = events.read(nodes.run.folder)
+    assert all(abs(event.time - began - set_s) < 60 for event in found)
+    assert all(abs(event.get("when") - began - set_s) < 60 for event in found if event.node == "a")
+    (said,) = [str(event.get("text")) for event in found if event.kind == "said"]
+    assert said.startswith(f"this machine's clock was set {'forward' if set_s > 0 else 'back'} by about 86")
+
+
 def event_of(kind: str, end: int) -> list[Any]:
     return ["1.0", end, json.dumps({"run": "lab-1", "time": float(end), "node": "a", "kind": kind})]
 
@@ -851,7 +886,7 @@ def test_what_a_node_says_counts_until_it_says_something_else_or_cannot_be_reach
     away: Any = {**fake_nodes.STATUS, "state": "rendezvous", "ended": [3]}
     with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
         for status in (runs_, runs_, away):
-            supervisor._take("a", "part", {"status": status, "logs": [], "events": []})
+            supervisor._take("a", "part", {"status": status, "logs": [], "events": [], "time": time.time()})
         assert supervisor._statuses == {"a": away}
         assert supervisor._lines["a"].startswith("rendezvous")
         told = supervisor._told["a"]
@@ -928,7 +963,8 @@ def test_of_a_progress_bar_the_last_state_is_shown(tmp_path: Path, monkeypatch: 
     ):
         monkeypatch.setattr(view, "log", Mock())
         logs = [("rank12-0.1.log", "1%\r50%\r100%\r\n\nloss 3\n")]
-        supervisor._take("a", "part", {"status": dict(fake_nodes.STATUS), "logs": logs, "events": []})
+        part = {"status": dict(fake_nodes.STATUS), "logs": logs, "events": [], "time": time.time()}
+        supervisor._take("a", "part", part)
         view.log.assert_called_once_with("a", "12", ["100%", "", "loss 3"])
 
 
