@@ -26,6 +26,7 @@ from nodekit.deploy.host import files
 from nodekit.deploy.host.schema import Say
 
 LOOK_S = 2.0  # between two looks of the thread; while ranks train, the agent calls `look` four times as often
+CLOCK_SET_S = 5.0  # times of lines are not corrected if the clock was set back by less
 CHECK_S = 5.0  # between two checks of the logs' size
 HEAD_BYTES = 1 << 20  # the beginning of each log that is always kept: versions, settings, the first steps
 MAX_MARKS = 1 << 16  # the most marks of one log: 1.5 MB
@@ -177,6 +178,7 @@ class Logbook:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._looked = 0.0
+        self._clock_ahead_s = _clock_ahead_s()
         self._checked = 0.0
         self._grown = 0
         self._can_punch = True
@@ -216,7 +218,10 @@ class Logbook:
             pass  # a full disk, or a removed folder: the job goes on without this
 
     def _look(self) -> None:
-        now = time.time()
+        now, ahead_s = time.time(), _clock_ahead_s()
+        if ahead_s < self._clock_ahead_s - CLOCK_SET_S:
+            self._move(ahead_s - self._clock_ahead_s)
+        self._clock_ahead_s = ahead_s
         for log in self._logs:
             try:
                 found = os.stat(log.path)
@@ -238,6 +243,23 @@ class Logbook:
                 files.write_private(marks_of(log.path), merged.to_bytes())
                 log.num_marks = len(merged)
         self._looked = now
+
+    def _move(self, seconds: float) -> None:
+        """Give the marks of this node the times that its clock, which was set back, would have shown then.
+
+        Else all that is written until the clock is where it was would have the time of that one moment.
+        """
+        for path in [os.path.join(self._folder, name) for name in files.names(self._folder)]:
+            if not path.endswith(".times"):
+                continue
+            with contextlib.suppress(OSError):
+                marks = Marks(files.read(path))
+                for times in (marks.begins, marks.ends):
+                    times[:] = array.array("d", [each + seconds for each in times])
+                files.write_private(path, marks.to_bytes())
+        self._looked += seconds
+        for log in self._logs:
+            log.when += seconds
 
     # --- bounds ---
 
@@ -292,6 +314,11 @@ class Logbook:
             log.was_cut = True
             self._say("logs-cut", file=os.path.basename(log.path), bound=self._keep_bytes)
         return freed
+
+
+def _clock_ahead_s() -> float:
+    """How far the clock is ahead of one that nobody sets."""
+    return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def punch(handle: int, begin: int, end: int) -> bool:

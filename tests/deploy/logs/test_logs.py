@@ -208,6 +208,30 @@ def test_a_watched_log_is_dated_as_it_was_written_and_a_quiet_one_costs_nothing(
     assert [when for when, *_ in lines] == pytest.approx(written, abs=0.01)
 
 
+def test_a_clock_that_is_set_back_dates_what_is_written_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was written before, by the clock of after: else all lines of a day would have one time."""
+    real, set_back_s = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() - set_back_s[0])
+    log, earlier = tmp_path / "rank0-attempt0.1.log", tmp_path / "rank0-attempt0.0.times"
+    began = real()
+    earlier.write_bytes(marks((10, began - 30, began - 20)).to_bytes())
+    book = Logbook(str(tmp_path), 10**9, print)
+    book.begin([str(log)])
+    for text in ("before\n", "after\n", "later\n"):
+        with log.open("a") as file:
+            file.write(text)
+        book.look()
+        set_back_s[0] = 86_400.0
+        time.sleep(0.05)
+    book.close()
+    found = logbook.read_marks(str(log))
+    assert [*found.ends] == sorted(set(found.ends)), "each line has a time of its own"
+    assert all(abs(end - (began - 86_400)) < 60 for end in found.ends)
+    assert logbook.read_marks(str(earlier)).ends[0] == pytest.approx(began - 86_420, abs=1)
+
+
 def test_a_mark_that_a_crash_has_torn_is_written_over(tmp_path: Path) -> None:
     log, times = tmp_path / "rank0-attempt0.0.log", tmp_path / "rank0-attempt0.0.times"
     log.write_text("one\n")
