@@ -183,9 +183,14 @@ class Visits:
             return [finding("warning", f"an answer takes {rtt_s * 1000:.0f} ms", wanted, cure)]
         if isinstance(error := self._failed.get(host.name), KitError):
             return failures("access", host.name, error, can_log_in)
-        text = f"no answer within {self._timeout_s:.3g} s, while {self._stage.get(host.name, 'connecting')}"
-        cure = f"log in by hand: ssh {host.address}; or give it more time with --timeout"
-        return [finding("failure", text, can_log_in, cure)]
+        silence = f"no answer within {self._timeout_s:.3g} s"
+        more_time = "or give it more time with --timeout"
+        if host.name in self._channels:
+            text = f"kit has logged in, and then {silence}, while {self._stage.get(host.name, 'looking around there')}"
+            cure = f"its disk may not answer: try `timeout 5 touch {host.workdir}; df -h` there; {more_time}"
+            return [finding("failure", text, "a host that answers, and whose disks do", cure)]
+        cure = f"log in by hand: ssh {host.address}; {more_time}"
+        return [finding("failure", f"{silence}, while connecting", can_log_in, cure)]
 
     def leave(self) -> None:
         """Close the channels, but do not wait long for it."""

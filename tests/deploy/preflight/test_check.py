@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -690,6 +691,30 @@ def test_a_host_may_take_as_long_to_answer_as_timeout_says(
         assert opened._all_done.wait_for(lambda: limits, 30)
     opened.leave()
     assert limits == [60.0]
+
+
+def test_a_host_whose_disk_does_not_answer_is_not_said_to_refuse_the_login(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_looking, is_over = threading.Event(), threading.Event()
+
+    def visited(*_: Any, **__: Any) -> Any:
+        is_looking.set()
+        is_over.wait(60)
+        raise HostError("gpu1", "enough")
+
+    monkeypatch.setattr(visits, "visit", visited)
+    opened = visits.Visits(
+        inventory(tmp_path, f"hosts: {{gpu1: {{connection: local, python: {sys.executable}}}}}\n"),
+        Script(), SshOptions(), files=(), timeout_s=60.0, busy=1.0, deadline=time.monotonic() + 60,
+    )  # fmt: skip
+    assert is_looking.wait(60)
+    (found,) = opened.access()
+    is_over.set()
+    opened.leave()
+    assert found.found == "kit has logged in, and then no answer within 60 s, while looking around there"
+    assert found.wanted == "a host that answers, and whose disks do"
+    assert found.cure.startswith("its disk may not answer: try `timeout 5 touch ~/nodekit; df -h` there")
 
 
 def test_the_report_names_each_cell_once_and_fits_the_terminal() -> None:
