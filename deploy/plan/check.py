@@ -74,6 +74,8 @@ class Facts:
     free_bytes: int = 0
     rsync: bool
     boot_id: str
+    ssh_port: str = ""
+    """Of the sshd there that we came through; "" where it does not say."""
     rtt_s: float = 0.0
     """The shortest round trip of a call."""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -206,10 +208,12 @@ def needed(inventory: Inventory, facts: Mapping[str, Facts], *, others: Sequence
     # Hosts that run the job already come first: in a tie, `most_common` returns the first version.
     torches = collections.Counter([*others, *(found.torch for found in facts.values() if found.torch)])
     common = torches.most_common(1)[0][0] if torches else None
+    first: dict[Any, str] = {}
     for host in inventory.hosts:
         if (found := facts.get(host.name)) is None:
             continue
         checks = (
+            ("access", _twin_problem(host, found, first)),
             ("software", _python_problem(found)),
             ("software", _torch_problem(found, common, torches, inventory.environment)),
             ("workdir", _workdir_problem(found)),
@@ -288,6 +292,18 @@ def _middle_clock(facts: Sequence[Facts]) -> Facts:
     if len(facts) == 2:
         return min(facts, key=lambda found: abs(found.clock_offset_s))
     return sorted(facts, key=lambda found: found.clock_offset_s)[(len(facts) - 1) // 2]
+
+
+def _twin_problem(host: Host, found: Facts, first: dict[Any, str]) -> Problem | None:
+    """Tell of a host that `first`, those before it, has under another name: the ranks of both would use its GPUs."""
+    if host.connection == "local" or not found.ssh_port:
+        return None  # nodes on one machine are meant, also where kit itself was started over SSH
+    # Containers of one machine share its boot id, and have another name and address, or at least another sshd.
+    twin = first.setdefault((found.boot_id, found.hostname, found.interfaces, found.ssh_port), host.name)
+    if twin == host.name:
+        return None
+    text = f"{host.address} is the same machine as {twin} ({found.hostname})"
+    return Problem(text, "each machine once", f"remove {host.name} or {twin} from `hosts:`")
 
 
 def _python_problem(found: Facts) -> Problem | None:

@@ -62,6 +62,7 @@ def facts(
         "workdir_errno": "",
         "rsync": shutil.which("rsync") is not None,
         "boot_id": processes.boot_id(),
+        "ssh_port": os.environ.get("SSH_CONNECTION", "").rpartition(" ")[2],
         "files": {each: programs.kind_here(each) for each in files},
         "gpus": gpus.look_up(smi_timeout_s, torch_build()),
     }
