@@ -63,7 +63,8 @@ BOOT = (
 _READY = b'{"ready": '  # how the first line that this program prints begins
 
 QUIET_SHELL = (
-    "let its ~/.bashrc print nothing without a terminal: `[[ $- == *i* ]] || return` as the first line there"
+    "let its ~/.bashrc print nothing without a terminal: `[[ $- == *i* ]] || return` as the first line there; of csh "
+    "and tcsh, ~/.cshrc and `if (! $?prompt) exit`; of zsh it is ~/.zshenv, of fish ~/.config/fish/config.fish"
 )
 
 

@@ -441,6 +441,10 @@ def test_gpus_on_some_hosts_only_are_refused(tmp_path: Path) -> None:
             {"python": "3.9.2"},
             "gpu2: /venv/bin/python is Python 3.9.2, wanted 3.10 or newer; set `python:`",
         ),
+        (  # to install torch into that python would be in vain
+            {"python": "3.8.18", "torch": None},
+            "gpu2: /venv/bin/python is Python 3.8.18, wanted 3.10 or newer; set `python:`",
+        ),
         (
             {"torch": None},
             "gpu2: no torch in /venv/bin/python; set `python:` to an interpreter there that has it",
