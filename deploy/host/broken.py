@@ -8,7 +8,7 @@ import socket
 import time
 from typing import Dict, TypedDict
 
-from nodekit.deploy.host import files
+from nodekit.deploy.host import errors, files
 
 
 class Broken(TypedDict):
@@ -31,7 +31,12 @@ def remember(workdir: str, node: str, run: str, why: str) -> None:
 
 def recall(workdir: str) -> Dict[str, Broken]:
     """Return the known faults: the node's name in that run → the fault; {} for a healthy host."""
-    found = files.load(_path(workdir))
+    path = _path(workdir)
+    try:
+        found = files.load(path)
+    except PermissionError as error:  # perhaps another user's folder
+        cure = "that is %s's: set `workdir:` to a folder of your own" % files.owner(path)
+        raise errors.with_cure(error, cure) from None
     return found if isinstance(found, dict) else {}
 
 

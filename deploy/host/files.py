@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pwd
 import stat
 import time
 from typing import Any, Callable, List, Optional, TypeVar, Union
@@ -57,6 +58,20 @@ def make_private(folder: Union[str, "os.PathLike[str]"]) -> None:
         except OSError:  # may also be raised for an existing folder, on a read-only file system
             if not os.path.isdir(each):
                 raise
+
+
+def owner(path: str) -> str:
+    """Return the user that a file or folder is of, or the nearest folder above it that can be seen."""
+    while True:
+        try:
+            uid = os.stat(path).st_uid
+            break
+        except OSError:
+            path = os.path.dirname(os.path.abspath(path))
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def check_regular(path: str) -> None:

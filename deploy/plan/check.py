@@ -69,6 +69,8 @@ class Facts:
     workdir_problem: str | None
     workdir_errno: str = ""
     """The name of the problem's errno, such as EACCES."""
+    workdir_owner: str = ""
+    """The user name of its owner, as `files.owner` returns it."""
     workdir_id: str = ""
     """By which `hostfacts.folders` recognises hosts that share the folder."""
     free_bytes: int = 0
@@ -361,8 +363,15 @@ def _workdir_cure(found: Facts) -> str:
     if found.workdir_errno in ("ENOSPC", "EDQUOT"):
         return make_room(found)
     if found.workdir_errno == "EACCES":
-        return f"sudo install -d -o {found.user} {shlex.quote(found.workdir)}, or set `workdir:` to another folder"
+        return permission(found, f"sudo install -d -o {found.user} {shlex.quote(found.workdir)}")
     return "set `workdir:` to a folder that can be made and written to there"
+
+
+def permission(found: Facts, command: str) -> str:
+    """Return the cure of a folder that may not be written to: a command, unless it would take it from another user."""
+    if found.workdir_owner not in ("", "root", found.user):
+        return f"that folder is {found.workdir_owner}'s: set `workdir:` to one of {found.user}'s own"
+    return f"{command}, or set `workdir:` to another folder"
 
 
 def make_room(found: Facts) -> str:

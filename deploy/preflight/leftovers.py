@@ -105,6 +105,8 @@ def findings(
     told: set[tuple[str, str]] = set()
     for host in facts:
         if "error" in (own := probes[host]["runs"]):
+            if facts[host].workdir_problem:
+                continue  # reported by `check.needed`
             found.append(unseen("leftovers", host, own["error"]))
             continue
         mine = _first(facts[host].boot_id, own["runs"], told)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.plan import script as scripts
-from nodekit.deploy.plan.check import NEEDED_BYTES, Facts, make_room
+from nodekit.deploy.plan.check import NEEDED_BYTES, Facts, make_room, permission
 from nodekit.deploy.plan.findings import Finding, Level
 from nodekit.deploy.plan.script import Script
 from nodekit.inventory.schema import Inventory
@@ -98,7 +98,7 @@ def _workdir(host: str, facts: Facts, place: Mapping[str, Any]) -> list[Finding]
     found = []
     if place["problem"]:
         full = place["errno"] in ("ENOSPC", "EDQUOT")
-        cure = fill if full else f"sudo chown {facts.user} {quoted}, or set `workdir:` to another folder"
+        cure = fill if full else permission(facts, f"sudo chown {facts.user} {quoted}")
         wanted = "a folder that kit may write to"
         found.append(finding("failure", f"nothing can be written to {place['problem']}", wanted, cure))
     elif NEEDED_BYTES <= facts.free_bytes < FEW_BYTES:  # less is a failure, reported by `check.needed`

@@ -43,7 +43,8 @@ from nodekit.training.options.arguments import OptionsError, read
 from nodekit.training.process import stages
 
 LOG_TAIL_BYTES = 64 * 1024
-STALLED_AFTER = 0.5  # this part of the grace: then ranks that still wait for others save alone, which takes a while
+# After this part of the grace, ranks that still wait for others save alone, which takes a while.
+STALLED_AFTER = 0.5
 EXITS_NO_FAILURE = (0, 143, 144)  # done; stopped, after a snapshot; fenced by a newer generation
 STAND_BY_S = 600.0  # how long the ranks of a node that joins may take to import and to read their data
 ALSO_S = 0.1  # wait so long for further failures of the same cause, once a rank has said why it failed

@@ -72,10 +72,13 @@ def run(args: argparse.Namespace) -> int:
     for left in refused:
         why = "may still train; kit clean --yes ends it all the same"
         print(f"kit: {left.host}: {left.run} {why}", file=sys.stderr)
+    nothing = "nothing is left"
+    if failed or len(channels) < len(inventory.hosts):
+        nothing += " on the hosts that could be looked at"
     if args.dry_run:
-        print(f"{len(over)} would be ended" if here else "nothing is left")
+        print(f"{len(over)} would be ended" if here else nothing)
     else:
-        print(f"{len(chosen)} ended" if here else "nothing is left")
+        print(f"{len(chosen)} ended" if here else nothing)
     return 1 if failed or refused or len(channels) < len(inventory.hosts) else 0
 
 

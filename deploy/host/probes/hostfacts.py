@@ -17,7 +17,7 @@ from importlib.machinery import PathFinder
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from nodekit.deploy.host import processes, programs
-from nodekit.deploy.host.files import make_private
+from nodekit.deploy.host.files import make_private, owner
 from nodekit.deploy.host.probes.gpu import gpus
 from nodekit.deploy.host.probes.network import nics
 
@@ -60,6 +60,7 @@ def facts(
         "workdir": workdir,
         "workdir_problem": None,
         "workdir_errno": "",
+        "workdir_owner": owner(workdir),
         "rsync": shutil.which("rsync") is not None,
         "boot_id": processes.boot_id(),
         "ssh_port": os.environ.get("SSH_CONNECTION", "").rpartition(" ")[2],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
@@ -58,9 +59,11 @@ def runs(workdir: str, run_id: Optional[str] = None) -> List[Remains]:
     """
     found = []
     there: Optional[Dict[int, Process]] = None
+    folder = os.path.join(os.path.expanduser(workdir), "runs")
+    with contextlib.suppress(*files.NOT_FOUND):  # glob finds nothing in a folder that it may not read
+        os.listdir(folder if run_id is None else os.path.join(folder, run_id))
     which = "*" if run_id is None else glob.escape(run_id)
-    pattern = os.path.join(glob.escape(os.path.expanduser(workdir)), "runs", which, "*", "agent.json")
-    for path in sorted(glob.glob(pattern)):
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), which, "*", "agent.json"))):
         node_dir = os.path.dirname(path)
         record = files.load(path)
         if not isinstance(record, dict):

@@ -456,6 +456,11 @@ def test_gpus_on_some_hosts_only_are_refused(tmp_path: Path) -> None:
             "gpu2: its workdir cannot be used: /x: Permission denied, wanted a folder that kit may write to; sudo "
             "install",
         ),
+        (  # who is in there may be in the middle of a run
+            {"workdir_problem": "/x: Permission denied", "workdir_errno": "EACCES", "workdir_owner": "ann"},
+            "gpu2: its workdir cannot be used: /x: Permission denied, wanted a folder that kit may write to; that "
+            "folder is ann's: set `workdir:` to one of train's own",
+        ),
         (
             {"workdir_problem": "/x: No space left on device", "workdir_errno": "ENOSPC"},
             "gpu2: its workdir cannot be used: /x: No space left on device, wanted a folder that kit may write to; see "

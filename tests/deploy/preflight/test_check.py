@@ -23,8 +23,10 @@ from lab_hosts import BUSY_S
 from places import RECORDED
 from test_plan import facts, gpus_there, inventory
 
+from nodekit.deploy.commands.cli import main
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host import processes
+from nodekit.deploy.host.probes import leftovers as host_leftovers
 from nodekit.deploy.host.probes import probes
 from nodekit.deploy.host.probes.gpu.xids import parse_xids
 from nodekit.deploy.launch import start
@@ -978,6 +980,20 @@ def test_a_leftover_worker_is_found_and_ended_and_a_running_run_is_left_alone(ki
     assert kit.on_host("node2", "ls", "/dev/shm").split() == ["torch_1_1_1"]
     kit.on_host("node2", "rm", "/dev/shm/torch_1_1_1")
     assert check(kit, rc=0) == []
+
+
+def test_a_folder_of_runs_that_cannot_be_read_is_not_said_to_have_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert host_leftovers.runs(str(tmp_path)) == host_leftovers.runs(str(tmp_path), "lab-1") == []
+    (tmp_path / "runs").symlink_to("runs")  # a loop: root, who runs this, may read any folder
+    for run_id in (None, "lab-1"):
+        with pytest.raises(OSError, match="Too many levels of symbolic links"):
+            host_leftovers.runs(str(tmp_path), run_id)
+    file = tmp_path / "lab.yaml"
+    file.write_text(f"workdir: {tmp_path}\nhosts: {{a: {{connection: local}}}}\n")
+    assert main(["clean", str(file)]) == 1
+    assert capsys.readouterr().out == "nothing is left on the hosts that could be looked at\n"
 
 
 def parent(kit: Kit, pid: str) -> str:
