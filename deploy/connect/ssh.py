@@ -330,6 +330,8 @@ def shell_line(command: Sequence[str]) -> str:
 
 def _ssh_argv(hop: Client, number: int, before: list[str], folder: Path) -> list[str]:
     """Return the ssh argv that reaches one hop; `before` is the argv of the previous hop, empty for the first."""
+    import paramiko
+
     used, server_key = hop.used, hop.host_key
     assert used is not None
     assert server_key is not None
@@ -358,6 +360,8 @@ def _ssh_argv(hop: Client, number: int, before: list[str], folder: Path) -> list
         "Ciphers": _CIPHERS,
         "LogLevel": "ERROR",
     }
+    if not isinstance(key, paramiko.AgentKey):  # ssh would wait for ever for one that does not answer
+        options["IdentityAgent"] = "none"
     if proxy:
         options["ProxyCommand"] = proxy
     argv = ["ssh", "-F", "none", "-l", hop.user, "-p", str(hop.port)]

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     import paramiko
 
 KEEPALIVE_S = 15
+AGENT_TIMEOUT_S = 3.0  # how long an SSH agent may take to answer; a forwarded one answers from the user's machine
 DEAD_AFTER_S = 45  # a connection is lost once data it sent was not acknowledged for so long
+_NO_AGENT = "no SSH agent (SSH_AUTH_SOCK is not set)"
 # One per process, so that the user is asked once for a key's passphrase, however many hosts need the key.
 _key_files = identity.KeyFiles()
 
@@ -319,14 +321,17 @@ class Client:
         except identity.IdentityError as error:
             found = f"{error.problem.found} (for user '{self.user}' at {self.where})"
             raise self.refusal(found, cure=error.problem.cure) from error
+        agent = _agent_problem()
         if not tried:
             raise self.refusal(
-                f"no key to log in with as user '{self.user}' at {self.where}",
-                cure="set `identity_file`, or make one with `ssh-keygen -t ed25519`",
+                f"no key to log in with as user '{self.user}' at {self.where}: no key file, and "
+                f"{agent or 'the SSH agent holds none'}",
+                cure="`ssh-add` it, set `identity_file`, or make one with `ssh-keygen -t ed25519`",
             )
         port = "" if self.port == 22 else f"-p {self.port} "
         raise self.refusal(
-            f"{self.where} does not accept user '{self.user}' with any key tried ({', '.join(tried)})",
+            f"{self.where} does not accept user '{self.user}' with any key tried ({', '.join(tried)})"
+            + f"; {agent}" * (agent not in ("", _NO_AGENT)),
             cure=f"is `user` right? `ssh-copy-id {port}{self.user}@{self.host}` adds a key there",
         )
 
@@ -339,9 +344,9 @@ class Client:
         if own is not None and not self._jump:
             identity.check_file(Path(own).expanduser())
             named.insert(0, Path(own).expanduser())
-        # An agent that does not answer counts as none.
-        with contextlib.suppress(paramiko.SSHException, OSError):
-            self._agent = paramiko.Agent()
+        if not _agent_problem():  # paramiko would wait for its answer without a limit
+            with contextlib.suppress(paramiko.SSHException, OSError):
+                self._agent = paramiko.Agent()
         return identity.candidates(
             named=list(dict.fromkeys(named)),
             only_named=self._config.get("identitiesonly", "no").lower() == "yes",
@@ -369,6 +374,25 @@ class Client:
         if self._agent is not None:
             self._agent.close()
             self._agent = None
+
+
+def _agent_problem() -> str:
+    """Return why no SSH agent can be asked for keys; "" if one answers."""
+    path = os.environ.get("SSH_AUTH_SOCK")
+    if not path:
+        return _NO_AGENT
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(AGENT_TIMEOUT_S)
+            sock.connect(path)
+            sock.sendall(b"\0\0\0\1\x0b")  # SSH_AGENTC_REQUEST_IDENTITIES, as it asks itself
+            if sock.recv(1 << 18):  # all of it: what is left unread resets the connection
+                return ""
+            reason = "it has closed the connection"
+    except OSError as error:
+        is_slow = isinstance(error, (TimeoutError, BlockingIOError))  # the latter where too many wait for it
+        reason = f"no answer within {AGENT_TIMEOUT_S:g} s" if is_slow else str(error.strerror or error)
+    return f"the SSH agent of SSH_AUTH_SOCK ({path}) does not answer: {reason}"
 
 
 class _Proxy:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import getpass
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -603,8 +604,47 @@ def test_default_key_is_found(start_sshd: Start, target: Make, identity: Path) -
     connection.close()
 
 
-def test_no_key_at_all(start_sshd: Start, target: Make) -> None:
-    assert "no key to log in with" in problem(target(start_sshd(), identity_file=None))
+def test_no_key_at_all(start_sshd: Start, target: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    said = problem(target(start_sshd(), identity_file=None))
+    assert re.search(r"no key to log in with .*: no key file, and no SSH agent .*; `ssh-add` it, set", said)
+
+
+@pytest.mark.usefixtures("agent")
+def test_an_agent_without_keys(start_sshd: Start, target: Make) -> None:
+    said = problem(target(start_sshd(), identity_file=None))
+    assert re.search(r"no key file, and the SSH agent holds none; `ssh-add` it", said)
+
+
+@pytest.mark.parametrize("backlog", [8, 0])  # 0: a connection to it waits, too
+def test_an_agent_that_never_answers_is_none(
+    start_sshd: Start, target: Make, own_home: Path, monkeypatch: pytest.MonkeyPatch, backlog: int
+) -> None:
+    monkeypatch.setattr(sshclient, "AGENT_TIMEOUT_S", 0.2)
+    path = own_home / "stalled agent"  # as one that is forwarded over a session that has stalled
+    with socket.socket(socket.AF_UNIX) as stalled, socket.socket(socket.AF_UNIX) as waiting:
+        stalled.bind(str(path))
+        stalled.listen(backlog)
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
+        if not backlog:
+            waiting.connect(str(path))
+        server = start_sshd()
+        connection = ssh.connect(target(server))
+        argv = connection.rsync_rsh()
+        assert argv is not None
+        assert subprocess.run([*argv, "any", "echo here"], stdout=subprocess.PIPE, timeout=60).stdout == b"here\n"
+        connection.close()
+        said = problem(target(server, identity_file=None))
+    assert f"no key file, and the SSH agent of SSH_AUTH_SOCK ({path}) does not answer: no answer within" in said
+
+
+def test_an_agent_that_is_gone_is_named(
+    start_sshd: Start, target: Make, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(own_home / "gone"))
+    key = keygen(own_home / "stranger")
+    said = problem(target(start_sshd(), identity_file=str(key)))
+    assert f"with any key tried ({key}); the SSH agent of SSH_AUTH_SOCK ({own_home}/gone) does not answer" in said
 
 
 def test_identity_file_that_cannot_be_used(
