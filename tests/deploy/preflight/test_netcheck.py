@@ -494,6 +494,16 @@ def test_the_cure_of_many_pairs_has_some_commands_and_the_number_of_hosts() -> N
     another = "; or give `network:` another network, if this one does not connect them"
     assert cure("", "unreachable") == cure("") + another
 
+    def wanted(num_hosts: int) -> str:
+        some = {name: ends[name] for name in names[:num_hosts]}
+        back = {("n0", name): replace(pairs[name, "n0"], source="n0", target=name) for name in names[1:num_hosts]}
+        here = {name: {"tool": "", "rules": "", "may_see": True} for name in some}
+        (found,) = outcomes.findings(back, some, here, port=29500, port_matters=True)
+        return found.wanted
+
+    assert wanted(3).startswith("TCP to 10.0.0.1 and 10.0.0.2 on port 29500")
+    assert wanted(6).startswith("TCP to 10.0.0.1, 10.0.0.2, 10.0.0.3 and 2 more on port 29500")
+
 
 def test_a_rule_that_drops_is_not_blamed_for_no_route_to_host() -> None:
     rules = RULESET.replace("policy accept", "policy drop", 1) % "tcp dport 22 accept"
