@@ -216,7 +216,10 @@ def needed(inventory: Inventory, facts: Mapping[str, Facts], *, others: Sequence
             continue
         checks = (
             ("access", _twin_problem(host, found, first)),
-            ("software", _python_problem(found) or _torch_problem(found, common, torches, inventory.environment)),
+            (
+                "software",
+                _python_problem(found) or _torch_problem(found, common, torches, inventory.environment),
+            ),
             ("workdir", _workdir_problem(found)),
             ("gpus", gpus.problem(host, found.gpus, found.torch or "", found.torch_build)),
             ("software", _file_problem(host, found, inventory)),

@@ -156,10 +156,11 @@ def _closed(
         )
     found = "; ".join(filter(None, [group.words + words, back, tried, because]))
     low, high = ends[target].port_range
-    targets = list(dict.fromkeys(ends[to].address for _, to in group.pairs))
+    targets = list(dict.fromkeys(ends[each].address for _, each in group.pairs))
     if len(targets) > _MAX_COMMANDS:
         targets[_MAX_COMMANDS:] = [f"{len(targets) - _MAX_COMMANDS} more"]
-    wanted = f"TCP to {' and '.join(filter(None, [', '.join(targets[:-1]), targets[-1]]))} on port {port}, and on {low}-{high} for gloo and NCCL"
+    to = " and ".join(filter(None, [", ".join(targets[:-1]), targets[-1]]))
+    wanted = f"TCP to {to} on port {port}, and on {low}-{high} for gloo and NCCL"
     return Finding("network", group.host, level, found, wanted, cure, group.hosts)
 
 

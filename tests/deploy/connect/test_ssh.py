@@ -632,10 +632,15 @@ def test_an_agent_that_never_answers_is_none(
         connection = ssh.connect(target(server))
         argv = connection.rsync_rsh()
         assert argv is not None
-        assert subprocess.run([*argv, "any", "echo here"], stdout=subprocess.PIPE, timeout=60).stdout == b"here\n"
+        assert (
+            subprocess.run([*argv, "any", "echo here"], stdout=subprocess.PIPE, timeout=60).stdout
+            == b"here\n"
+        )
         connection.close()
         said = problem(target(server, identity_file=None))
-    assert f"no key file, and the SSH agent of SSH_AUTH_SOCK ({path}) does not answer: no answer within" in said
+    assert (
+        f"no key file, and the SSH agent of SSH_AUTH_SOCK ({path}) does not answer: no answer within" in said
+    )
 
 
 def test_an_agent_that_is_gone_is_named(
@@ -644,7 +649,10 @@ def test_an_agent_that_is_gone_is_named(
     monkeypatch.setenv("SSH_AUTH_SOCK", str(own_home / "gone"))
     key = keygen(own_home / "stranger")
     said = problem(target(start_sshd(), identity_file=str(key)))
-    assert f"with any key tried ({key}); the SSH agent of SSH_AUTH_SOCK ({own_home}/gone) does not answer" in said
+    assert (
+        f"with any key tried ({key}); the SSH agent of SSH_AUTH_SOCK ({own_home}/gone) does not answer"
+        in said
+    )
 
 
 def test_identity_file_that_cannot_be_used(

@@ -483,9 +483,14 @@ def test_what_would_keep_a_job_from_running_is_found_before_it_starts(
     assert [str(problem).startswith(message) for problem in problems] == [True]
 
 
-def test_a_machine_that_is_listed_by_two_names_is_refused_and_containers_of_one_are_not(tmp_path: Path) -> None:
+def test_a_machine_that_is_listed_by_two_names_is_refused_and_containers_of_one_are_not(
+    tmp_path: Path,
+) -> None:
     found = inventory(tmp_path, "hosts: {gpu1: , gpu2: {address: 10.0.0.1}, gpu3: }\n")
-    eth0, same = Interface("eth0", True, ("10.0.0.1",)), {"boot_id": "b", "hostname": "gpu1", "ssh_port": "22"}
+    eth0, same = (
+        Interface("eth0", True, ("10.0.0.1",)),
+        {"boot_id": "b", "hostname": "gpu1", "ssh_port": "22"},
+    )
     all_facts = {name: facts(name, eth0, **same) for name in ("gpu1", "gpu2")}
     all_facts["gpu3"] = facts("gpu3", Interface("eth0", True, ("10.0.0.3",)), **{**same, "hostname": "gpu3"})
     assert [str(each) for each in examine(found, all_facts)] == [
@@ -498,7 +503,9 @@ def test_a_machine_that_is_listed_by_two_names_is_refused_and_containers_of_one_
 
 def test_nodes_on_this_machine_are_no_twins_also_where_kit_was_started_over_ssh(tmp_path: Path) -> None:
     found = inventory(tmp_path, "hosts: {a: {connection: local}, b: {connection: local}}\n")
-    assert examine(found, {name: facts(name, boot_id="b", hostname="h", ssh_port="22") for name in "ab"}) == []
+    assert (
+        examine(found, {name: facts(name, boot_id="b", hostname="h", ssh_port="22") for name in "ab"}) == []
+    )
 
 
 def test_healthy_hosts_have_no_problems_and_a_wrong_clock_is_warned_of(tmp_path: Path) -> None:

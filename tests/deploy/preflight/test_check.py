@@ -987,9 +987,9 @@ def test_a_folder_of_runs_that_cannot_be_read_is_not_said_to_have_none(
 ) -> None:
     assert host_leftovers.runs(str(tmp_path)) == host_leftovers.runs(str(tmp_path), "lab-1") == []
     (tmp_path / "runs").symlink_to("runs")  # a loop: root, who runs this, may read any folder
-    for run_id in (None, "lab-1"):
+    for run in (None, "lab-1"):
         with pytest.raises(OSError, match="Too many levels of symbolic links"):
-            host_leftovers.runs(str(tmp_path), run_id)
+            host_leftovers.runs(str(tmp_path), run)
     file = tmp_path / "lab.yaml"
     file.write_text(f"workdir: {tmp_path}\nhosts: {{a: {{connection: local}}}}\n")
     assert main(["clean", str(file)]) == 1

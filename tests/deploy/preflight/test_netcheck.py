@@ -496,7 +496,9 @@ def test_the_cure_of_many_pairs_has_some_commands_and_the_number_of_hosts() -> N
 
     def wanted(num_hosts: int) -> str:
         some = {name: ends[name] for name in names[:num_hosts]}
-        back = {("n0", name): replace(pairs[name, "n0"], source="n0", target=name) for name in names[1:num_hosts]}
+        back = {
+            ("n0", name): replace(pairs[name, "n0"], source="n0", target=name) for name in names[1:num_hosts]
+        }
         here = {name: {"tool": "", "rules": "", "may_see": True} for name in some}
         (found,) = outcomes.findings(back, some, here, port=29500, port_matters=True)
         return found.wanted
