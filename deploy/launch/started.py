@@ -15,6 +15,7 @@ from nodekit.deploy.supervise.node_client import NodeClient
 from nodekit.inventory.errors import HostError, KitError
 
 STARTED_TIMEOUT_S = 120.0
+FAILED_S = 5.0  # nodes whose ranks fail at once have met, and their states arrive within this
 SLOW_S = 20.0
 """After so long the user is told which nodes do not train yet; the first rendezvous takes up to 15 s."""
 NOT_REACHED = (
@@ -53,6 +54,8 @@ def wait_started(
     absent: dict[str, KitError] = {}
     lost = dict(lost)
     states: dict[str, str] = {}
+    failed: dict[str, float] = {}
+    """Node → since when its agent has given up, by `time.monotonic`."""
 
     def are_too_few() -> bool:
         num_left = len(nodes) - len(lost)
@@ -64,6 +67,8 @@ def wait_started(
             states[name] = status.get("state") or "starting"
             if states[name] in ("running", "waiting", *runs.ENDED):
                 members.update(status.get("members", ()), [name] if status["state"] == "succeeded" else [])
+                if states[name] == "failed":
+                    failed[name] = time.monotonic()
                 return
             if not status["alive"]:
                 raise HostError(
@@ -71,6 +76,13 @@ def wait_started(
                 )
             if nodes[0] in lost or 2 * len(lost) == len(nodes):
                 absent[name] = HostError(name, "waits for another generation to begin")
+                return
+            gone = [each for each, since in list(failed.items()) if time.monotonic() - since > FAILED_S]
+            num_left = len(nodes) - len(gone)
+            if gone and (nodes[0] in gone or num_left < least or 2 * num_left < len(nodes)):
+                absent.update({each: HostError(each, "its agent has failed") for each in gone})
+                what = "has" if len(gone) == 1 else "have"
+                absent[name] = HostError(name, f"waits for {names(gone)}, which {what} failed")
                 return
             if members and name not in members:
                 absent[name] = HostError(name, f"not yet with the others: {NOT_REACHED}")

@@ -179,6 +179,26 @@ def test_a_start_goes_on_without_a_node_where_enough_are_left_and_says_why(
     assert {name: str(error) for name, error in told.items()} == {"b": without}
 
 
+@pytest.mark.parametrize(("failing", "waiting"), [("b", "a"), ("a", "b")])
+def test_a_start_does_not_wait_for_nodes_whose_agent_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, waiting: str
+) -> None:
+    """The others were said to have a firewall between them, after two minutes."""
+    monkeypatch.setattr(started, "STARTED_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(started, "FAILED_S", 0.2)
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.answers["status"] = lambda host, _: {
+        **STATUS,
+        "state": "failed" if host == failing else "rendezvous",
+    }
+    told = started.wait_started(nodes.client, ["a", "b"], least=2, say=print)
+    said = {
+        waiting: f"{waiting}: waits for {failing}, which has failed",
+        failing: f"{failing}: its agent has failed",
+    }
+    assert {name: str(error) for name, error in told.items()} == said
+
+
 def test_a_node_that_the_others_have_met_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
