@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     import paramiko
 
 KEEPALIVE_S = 15
-AGENT_TIMEOUT_S = 3.0  # how long an SSH agent may take to answer; a forwarded one answers from the user's machine
+AGENT_TIMEOUT_S = (
+    3.0  # how long an SSH agent may take to answer; a forwarded one answers from the user's machine
+)
 DEAD_AFTER_S = 45  # a connection is lost once data it sent was not acknowledged for so long
 _NO_AGENT = "no SSH agent (SSH_AUTH_SOCK is not set)"
 # One per process, so that the user is asked once for a key's passphrase, however many hosts need the key.
