@@ -26,6 +26,8 @@ _SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
 _SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
 _PYTHON_VALUED = re.compile(r"-[a-zA-Z]*[WX]|--check-hash-based-pycs")
 _NO_SCRIPT = re.compile(r"-$|-(?![WX-])[a-zA-Z]*[cms]")
+_PLACE = re.compile(r"f?['\"](tcp|file)://")
+_ASKS = re.compile(r"environ|getenv|MASTER_PORT")
 _NO_CODE = {".git", ".venv", "venv", "node_modules", "__pycache__"}
 # Module → its package, if the names differ.
 DISTRIBUTIONS = {
@@ -192,13 +194,48 @@ def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
 
 def spawns(source: str) -> bool:
     """Whether a script calls ``torch.multiprocessing.spawn``, by a usual name, and so starts its ranks itself."""
+    calls = [each.func for each in _nodes(source) if isinstance(each, ast.Call)]
+    return any(re.search(r"\b(mp|multiprocessing)\.spawn$", ast.unparse(each)) for each in calls)
+
+
+def own_rendezvous(source: str) -> tuple[str, int]:
+    """Return the rendezvous that a script sets itself, in place of kit's, and its line; ("", 0) if it sets none.
+
+    One within an `if` that looks at the environment does not count: such scripts run without a launcher, too.
+    """
+    nodes = _nodes(source)
+    asks = [each for each in nodes if isinstance(each, ast.If) and _ASKS.search(ast.unparse(each.test))]
+    guarded = {id(each) for outer in asks for each in ast.walk(outer)}
+    for each in nodes:
+        if id(each) in guarded:
+            continue
+        pairs: list[tuple[ast.expr | None, ast.expr]] = []
+        match each:
+            case ast.Call():
+                pairs = [(ast.Constant(word.arg), word.value) for word in each.keywords]
+                if len(each.args) > 1 and ast.unparse(each.func).endswith("init_process_group"):
+                    pairs.append((ast.Constant("init_method"), each.args[1]))
+            case ast.Dict():
+                pairs = list(zip(each.keys, each.values, strict=True))
+            case ast.Assign():
+                pairs = [(target, each.value) for target in each.targets]
+        for name, value in pairs:
+            match name:
+                case ast.Constant("init_method") | ast.Name("init_method"):
+                    if _PLACE.match(text := ast.unparse(value)):
+                        return f"init_method={text}", value.lineno
+                case ast.Subscript(slice=ast.Constant("MASTER_PORT")) if isinstance(value, ast.Constant):
+                    return f"MASTER_PORT={value.value!r}", value.lineno
+    return "", 0
+
+
+def _nodes(source: str) -> list[ast.AST]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            calls = [each.func for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Call)]
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    return any(re.search(r"\b(mp|multiprocessing)\.spawn$", ast.unparse(each)) for each in calls)
+            return list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError):  # reported by the hosts' interpreters
+        return []
 
 
 def without_own(script: Script, missing: Sequence[str], code: Path) -> list[str]:

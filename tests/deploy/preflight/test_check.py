@@ -557,6 +557,45 @@ def test_a_script_that_starts_its_ranks_itself_is_warned_of(
 
 
 @pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (
+            "dist.init_process_group('gloo', init_method='tcp://localhost:1', rank=0)",
+            "line 1 sets init_method='tcp://",
+        ),
+        (
+            "\ninit_process_group('gloo', f'tcp://{host}:1')",
+            "line 2 sets init_method=f'tcp://{host}:1': no rank opens",
+        ),
+        (
+            "init_method = f'file:///{here}/meet'\nf(init_method=init_method)",
+            "line 1 sets init_method=f'file:///{here}",
+        ),
+        ("where = {'init_method': 'file:///data/meet', **more}", "find those before them in that file"),
+        (
+            "def setup(rank):\n    os.environ['MASTER_PORT'] = '12355'",
+            "line 2 sets MASTER_PORT='12355': no rank opens",
+        ),
+        ("dist.init_process_group('nccl', init_method='env://')\ndist.init_process_group('nccl')", ""),
+        ("# init_method='tcp://localhost:1'\ninit(init_method=args.init_method)", ""),
+        ("if 'MASTER_PORT' not in os.environ:\n    os.environ['MASTER_PORT'] = '29500'", ""),
+        ("os.environ['MASTER_PORT'] = str(free_port())\nmlflow.start(uri='file:///data/runs')", ""),
+        ("a, b = c = {**d}\ninit_method: str", ""),
+        (f"text = {'+'.join(['a'] * 900)}", ""),  # nested deeper than ast.unparse can follow
+        ("init_process_group('gloo', init_method='tcp://a:1'", ""),
+    ],
+)
+def test_a_script_whose_ranks_meet_at_a_place_of_its_own_is_warned_of(
+    source: str, told: str, tmp_path: Path
+) -> None:
+    """Under kit as under torchrun they would wait for each other until the time-out."""
+    seen = {"gpu1": Seen(facts=facts("gpu1"), probe=probe())}
+    found = checkup.examine(inventory(tmp_path, ONE), seen, Script(name="train.py", source=source))
+    warned = [each for each in found if each.level == "warning" and "MASTER_ADDR" in each.cure]
+    assert [told in each.found for each in warned] == ([True] if told else [])
+
+
+@pytest.mark.parametrize(
     ("command", "expected"),
     [
         (["-m", "nodekit.training"], Script()),
