@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from nodekit.deploy.agent.ranks.failures import line_of
 from nodekit.deploy.output.wording import count
 from nodekit.deploy.records import events
 from nodekit.deploy.records.events import Event
@@ -156,10 +157,10 @@ def _problem(event: Event, away: Collection[str]) -> str:
     """Return what has failed, as text; "" if nothing has."""
     node = event.about
     if event.kind == "worker-failed":
-        code, error = event.get("exitcode"), str(event.get("error") or "").strip()
-        last = _short(error.splitlines()[-1]) if error else "it wrote nothing"
+        code, error = event.get("exitcode"), str(event.get("error") or "")
+        line = _short(line_of(error)) or "it wrote nothing"
         how = f"signal {-code}" if isinstance(code, int) and code < 0 else f"exit status {code}"
-        return f"failed on {node}: rank {event.get('rank')} ended with {how}: {last}"
+        return f"failed on {node}: rank {event.get('rank')} ended with {how}: {line}"
     if event.kind == "gpu-error" and event.get("fatal"):
         gpu = "a GPU" if event.get("gpu") is None else f"GPU {event.get('gpu')}"
         return f"loses {node}, of which {gpu} is broken: {_short(str(event.get('text')))}"

@@ -15,6 +15,7 @@ from nodekit.deploy.agent.ranks.failures import (
     first_cause,
     how_it_ended,
     is_network,
+    line_of,
     message_of,
     was_told,
 )
@@ -95,7 +96,7 @@ class Verdict:
         text = self.text.partition("\n")[0]
         if self.first is None:
             return text
-        said = self.cause.name.replace("-", " ") if self.cause else _last_line(self.first)
+        said = self.cause.name.replace("-", " ") if self.cause else line_of(self.first.error)
         return _cut(f"{text}: {said}" if said else text, _SUMMARY_WIDTH)
 
     def to_dict(self) -> dict[str, Any]:
@@ -332,7 +333,7 @@ def _failed_too(first: Failure, attempt: Sequence[Failure]) -> list[str]:
     ]
     return [
         f"rank {each.rank} on {each.node} failed too, {max(each.when - first.when, 0):.1f} s later: "
-        + (_last_line(each) or how_it_ended(each.exitcode))
+        + (line_of(each.error) or how_it_ended(each.exitcode))
         for each in sorted(others, key=lambda each: each.when)[:2]
     ]
 
@@ -353,12 +354,6 @@ def _kind(failure: Failure) -> tuple[int, str]:
 
 def _message_lines(failure: Failure) -> list[str]:
     return message_of(failure.error).strip().splitlines() or [""]
-
-
-def _last_line(failure: Failure) -> str:
-    """Return the line of a failure that names the exception."""
-    lines = _message_lines(failure)
-    return lines[0] if failure.error.startswith("Traceback") else lines[-1]
 
 
 def _cut(text: str, width: int) -> str:

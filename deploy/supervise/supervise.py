@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import Any, Literal
 
 from nodekit.deploy.agent.hang.hang import Progress
-from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended, is_secondary, was_told
+from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended, is_secondary, line_of, was_told
 from nodekit.deploy.connect.channel import ChannelLost, HostChannel, RemoteError
 from nodekit.deploy.host.schema import EventKind, NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
@@ -548,12 +548,12 @@ class Supervisor:
         is_new = before[len(before) - len(failures) :] != failures
         for failure in failures if is_new else ():
             if failure not in before:
-                last_line = (failure.error.strip().splitlines() or ["it wrote nothing"])[-1]
+                line = line_of(failure.error) or "it wrote nothing"
                 how = how_it_ended(failure.exitcode)
                 how = f"was {how}" if how.startswith("killed") else f"ended with {how}"
                 if is_secondary(failure.error, failure.exitcode) and not was_told(failure):
-                    last_line = "it has lost another rank"  # the error itself is long, and in the log
-                text = f"{name}: rank {failure.rank} {how}: {last_line}"
+                    line = "it has lost another rank"  # the error itself is long, and in the log
+                text = f"{name}: rank {failure.rank} {how}: {line}"
                 self._view.say(text, is_event=True)
         if (notice := str(status.get("notice") or "")) != told.notice and notice:
             self._view.say(notice)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nodekit.deploy.agent.ranks.failures import ends_so_again, never_starts
+from nodekit.deploy.agent.ranks.failures import ends_so_again, line_of, never_starts
 from nodekit.deploy.host.schema import WorkerFailure
 
 # Attempts in a row that got nowhere, for whatever reason: more than this is no bad luck.
@@ -43,9 +43,9 @@ class Budget:
         """
         self._fruitless += 1
         self._has_trained |= seems_trained
-        last_line = (ended_by.strip().splitlines() or [""])[-1]
-        self._ended_alike = bool(last_line) and last_line == self._ended_by
-        self._ended_by = last_line or self._ended_by
+        line = line_of(ended_by)
+        self._ended_alike = bool(line) and line == self._ended_by
+        self._ended_by = line or self._ended_by
         long_s = LONG_ATTEMPT_THAT_ENDED_ALIKE_S if self._ended_alike else LONG_ATTEMPT_S
         if (step is not None and step > self._best_step) or (step is None and seconds > long_s):
             self._best_step = max(self._best_step, step or 0)

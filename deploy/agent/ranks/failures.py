@@ -60,7 +60,8 @@ _USAGE = re.compile(
 )
 _NO_SCRIPT = re.compile(r"^\S*python[\d.]*: can't (?:open file|find '__main__')", re.MULTILINE)
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# Colours, and what else a terminal would act upon: a title, binary output.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\x1b\][^\x07\n]*\x07|[\x00-\x08\x0e-\x1f\x7f]")
 # The stack of a C++ exception: a dozen lines that would push the message out of the last lines.
 _FRAME = re.compile(r"frame #\d+:|#\d+ .* from |C\+\+ CapturedTraceback:|Exception raised from ")
 _HEADER = "Traceback (most recent call last):"
@@ -222,6 +223,14 @@ def message_of(error: str) -> str:
     return "\n".join(lines[rest[0] :]) if rest else ""
 
 
+def line_of(error: str) -> str:
+    """Return the line that names the exception, even if other threads wrote after it; without one the last line."""
+    lines = message_of(error).strip().splitlines() or [""]
+    if not error.startswith(_HEADER):
+        return lines[-1]
+    return f"{lines[0]}{lines[1]}" if lines[0].endswith(": ") and len(lines) > 1 else lines[0]
+
+
 def _telling(error: str) -> str:
     """Return the few lines that say what happened, without the user's own output above them."""
     message = message_of(error)
@@ -278,13 +287,12 @@ def never_starts(error: str, exitcode: int) -> bool:
         return True
     if exitcode in (1, 2) and _NO_SCRIPT.search(error):
         return True
-    last_line = (error.strip().splitlines() or [""])[-1]
-    return bool(_NEVER_STARTS.match(last_line))
+    return bool(_NEVER_STARTS.match(line_of(error)))
 
 
 def ends_so_again(error: str) -> bool:
     """Whether a rank that has trained would fail the same way again: it stopped for a loss or weights not finite."""
-    return bool(_ENDS_SO_AGAIN.match((error.strip().splitlines() or [""])[-1]))
+    return bool(_ENDS_SO_AGAIN.match(line_of(error)))
 
 
 def is_wrong_usage(error: str, exitcode: int) -> bool:

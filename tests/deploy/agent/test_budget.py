@@ -24,6 +24,15 @@ def test_what_fails_twice_alike_at_once_is_not_started_a_third_time() -> None:
     assert budget.crashed(failure()) == "it failed twice in the same way, each time within two minutes"
 
 
+def test_what_is_printed_after_an_error_does_not_make_it_another() -> None:
+    budget = Budget(3)
+    error = 'Traceback (most recent call last):\n  File "t.py", line 6, in f\nValueError: boom\n'
+    budget.took_steps(None, seconds=20, ended_by=f"{error}saved in 3.2 s")
+    assert budget.crashed(failure()) is None
+    budget.took_steps(None, seconds=20, ended_by=f"{error}saved in 3.4 s")
+    assert budget.crashed(failure()) == "it failed twice in the same way, each time within two minutes"
+
+
 def test_what_its_log_shows_to_have_trained_has_all_restarts() -> None:
     budget = Budget(3)
     said = []

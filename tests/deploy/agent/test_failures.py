@@ -1,6 +1,7 @@
 """Which failure was the first, and what of a log is its traceback."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -14,6 +15,7 @@ from nodekit.deploy.agent.ranks.failures import (
     is_secondary,
     last_traceback,
     last_words,
+    line_of,
     never_starts,
 )
 
@@ -145,6 +147,33 @@ def test_before_an_aborts_own_words_what_was_said_last_is_kept() -> None:
     assert found == f'step 1\n{said}Fatal Python error: Aborted\n  File "t.py", line 9 in step'
     assert is_secondary(found, -6)
     assert last_words(f"{BOOM}\nterminate called without an active exception\n{dump}", -6) == BOOM
+
+
+@pytest.mark.parametrize(
+    "noise", ["wandb: run history: loss 0.3", "\x00\ufffd\x1b]0;a title\x07\x80", "saved in 3.2 s"]
+)
+def test_what_is_printed_after_an_exception_is_not_its_reason(noise: str) -> None:
+    """Exit handlers and other threads still write then."""
+    found = last_words(f"{BOOM}\n{noise}\n", 1)
+    assert line_of(found) == "ValueError: boom"
+    assert not re.search(r"[\x00-\x08\x0e-\x1f]", found)
+    assert never_starts(last_words(f"{BOOM.replace('ValueError', 'ImportError')}\n{noise}\n", 1), 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        ("", ""),
+        ("loading\nusage: train.py", "usage: train.py"),
+        (f"{BOOM}\nmore of it\nand more", "ValueError: boom"),
+        (
+            BOOM.replace(" boom", " \nAutoTokenizer needs sentencepiece"),
+            "ValueError: AutoTokenizer needs sentencepiece",
+        ),
+    ],
+)
+def test_one_line_tells_of_an_error(error: str, line: str) -> None:
+    assert line_of(error) == line
 
 
 def test_a_killed_rank_has_no_words_of_its_end() -> None:
