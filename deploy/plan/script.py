@@ -27,6 +27,7 @@ _SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
 _PYTHON_VALUED = re.compile(r"-[a-zA-Z]*[WX]|--check-hash-based-pycs")
 _NO_SCRIPT = re.compile(r"-$|-(?![WX-])[a-zA-Z]*[cms]")
 _PLACE = re.compile(r"f?['\"](tcp|file)://")
+_ADDRESS = re.compile(r"(--?[\w-]+=)?tcp://\S+:\d+$")  # not file://, which may be anything
 _ASKS = re.compile(r"environ|getenv|MASTER_PORT")
 _NO_CODE = {".git", ".venv", "venv", "node_modules", "__pycache__"}
 # Module → its package, if the names differ.
@@ -52,6 +53,8 @@ class Script:
     source: str = ""
     imports: tuple[str, ...] = ()
     """Top-level modules that the script and its own modules import, without those in the code."""
+    arguments: tuple[str, ...] = ()
+    """The job's command."""
 
 
 def find(inventory: Inventory, command: Sequence[str] | None) -> Path | None:
@@ -189,7 +192,7 @@ def read(inventory: Inventory, command: Sequence[str] | None) -> Script:
             return Script(name=module, imports=(module.partition(".")[0],))
     source = path.read_text(encoding="utf-8", errors="replace")
     imports = tuple(sorted(_outside(path, roots)))
-    return Script(name=str(path.relative_to(code)), source=source, imports=imports)
+    return Script(name=str(path.relative_to(code)), source=source, imports=imports, arguments=tuple(argv))
 
 
 def spawns(source: str) -> bool:
@@ -198,12 +201,15 @@ def spawns(source: str) -> bool:
     return any(re.search(r"\b(mp|multiprocessing)\.spawn$", ast.unparse(each)) for each in calls)
 
 
-def own_rendezvous(source: str) -> tuple[str, int]:
-    """Return the rendezvous that a script sets itself, in place of kit's, and its line; ("", 0) if it sets none.
+def own_rendezvous(script: Script) -> str:
+    """Return in words the rendezvous that a script sets itself, in its source or its arguments; "" if it sets none.
 
     One within an `if` that looks at the environment does not count: such scripts run without a launcher, too.
     """
-    nodes = _nodes(source)
+    for word in script.arguments:
+        if _ADDRESS.match(word):
+            return f"is given {word}"
+    nodes = _nodes(script.source)
     asks = [each for each in nodes if isinstance(each, ast.If) and _ASKS.search(ast.unparse(each.test))]
     guarded = {id(each) for outer in asks for each in ast.walk(outer)}
     for each in nodes:
@@ -223,10 +229,10 @@ def own_rendezvous(source: str) -> tuple[str, int]:
             match name:
                 case ast.Constant("init_method") | ast.Name("init_method"):
                     if _PLACE.match(text := ast.unparse(value)):
-                        return f"init_method={text}", value.lineno
+                        return f"line {value.lineno} sets init_method={text}"
                 case ast.Subscript(slice=ast.Constant("MASTER_PORT")) if isinstance(value, ast.Constant):
-                    return f"MASTER_PORT={value.value!r}", value.lineno
-    return "", 0
+                    return f"line {value.lineno} sets MASTER_PORT={value.value!r}"
+    return ""
 
 
 def _nodes(source: str) -> list[ast.AST]:

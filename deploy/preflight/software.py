@@ -165,16 +165,15 @@ def _software(
             f"env -u TORCHELASTIC_USE_AGENT_STORE python {script.name}"
         )
         found.append(finding("warning", what, "a script that is one rank", cure))
-    elif (own_place := scripts.own_rendezvous(script.source))[0]:
-        place, line = own_place
+    elif place := scripts.own_rendezvous(script):
         # As under torchrun: TORCHELASTIC_USE_AGENT_STORE makes every rank a client, and torch never removes the file.
         why = (
             "the ranks of a restart find those before them in that file, and hosts that do not share it never meet"
             if "file://" in place
             else "no rank opens a store there if a launcher starts them, and all wait for it"
         )
-        what = f"{script.name} line {line} sets {place}: {why}"
-        cure = "leave it out: init_process_group takes MASTER_ADDR and MASTER_PORT, which kit sets for each start"
+        what = f"{script.name} {place}: {why}"
+        cure = "leave it out, or say env://: then MASTER_ADDR and MASTER_PORT count, which kit sets for each start"
         found.append(finding("warning", what, "ranks that meet where kit has them meet", cure))
     found += [finding(*each) for each in _limits(facts, own, env)]
     return found or [finding("ok", f"torch {facts.torch}")]

@@ -596,6 +596,24 @@ def test_a_script_whose_ranks_meet_at_a_place_of_its_own_is_warned_of(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "is_warned_of"),
+    [
+        (["-im", "tcp://10.0.0.1:23456", "-rn", "0"], True),
+        (["--dist-url=tcp://[::1]:1"], True),
+        (["--dist-url", "env://", "--logs", "file:///data/runs", "--broker", "tcp://queue"], False),
+    ],
+)
+def test_an_address_for_the_ranks_to_meet_at_is_warned_of_in_the_arguments_too(
+    arguments: list[str], is_warned_of: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("import torch")
+    parsed = inventory(tmp_path, f"{ONE}job: {{code: {tmp_path}}}\n")
+    seen = {"gpu1": Seen(facts=facts("gpu1"), probe=probe())}
+    found = checkup.examine(parsed, seen, script.read(parsed, ["train.py", *arguments]))
+    assert any("tcp://" in each.found and "train.py is given" in each.found for each in found) == is_warned_of
+
+
+@pytest.mark.parametrize(
     ("command", "expected"),
     [
         (["-m", "nodekit.training"], Script()),
@@ -624,7 +642,7 @@ def test_what_the_command_runs_is_what_is_read(
     (tmp_path / "train").write_text("#!/bin/false\nimport t")
     (tmp_path / "run.sh").write_text("#!/bin/sh\nexec python train")
     (tmp_path / "run.sh").chmod(0o755)
-    assert script.read(inventory(tmp_path, ONE), command) == expected
+    assert dataclasses.replace(script.read(inventory(tmp_path, ONE), command), arguments=()) == expected
 
 
 @pytest.mark.parametrize(
