@@ -60,6 +60,7 @@ def test_every_engine_has_the_losses_of_ddp_though_a_rank_is_killed(
     said = train(tmp_path, *own, *way, num_ranks=num_ranks, launcher=["--max-restarts", "1"])
     last = 33 if "".join(way[1:]) in WHOLE_ON_EACH_RANK else 32
     assert f"resumed at step {last} " in said, "where the other rank has all of the state, it has saved it"
+    assert "is deprecated" not in said, "a library's own calls, at each step"
     found = losses(tmp_path)
     assert len(found) == 46
     assert found == pytest.approx({step: by_ddp[step] for step in found}, abs=CLOSE)

@@ -8,6 +8,7 @@ back into them, so that a snapshot is the same as any other engine's. Some names
 import copy
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -61,6 +62,8 @@ class Engine(single.Engine):
             "torch_autocast": {"enabled": options.amp == "bf16", "dtype": "bfloat16"},
             "steps_per_print": config.get("steps_per_print", 10**9),
         }
+        # DeepSpeed calls these several times a step, and torch warns each time that they have new names.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         # DeepSpeed requires LOCAL_RANK, which is not set without a launcher.
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
         if stage == 3:
