@@ -401,9 +401,19 @@ class World:
         return here
 
 
+# Where they say how many ranks they have started. None of them sets RANK.
+_OTHER_LAUNCHERS = {"HOROVOD_SIZE": "horovodrun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+
+
 def _check_launcher(env: Mapping[str, str], init_method: str) -> bool:
     """Whether something launched this process; a ValueError if it set too little."""
     if "RANK" not in env:
+        for name, launcher in _OTHER_LAUNCHERS.items():
+            if (size := _number(env, name, 1)) > 1:
+                raise ValueError(
+                    f"{launcher} has started {size} processes ({name}), each of which would train by itself: RANK is "
+                    f"not set. Start them with kit or torchrun, as for any engine; or unset {name}, to train alone"
+                )
         if init_method != "env://":
             raise ValueError(
                 f"--init-method {init_method} is where ranks meet, and RANK is not set: take --launcher spawn, or "

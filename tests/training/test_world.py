@@ -318,6 +318,12 @@ def test_an_environment_that_makes_no_sense_is_refused(changed: dict[str, str | 
             "RANK is not set: take --launcher spawn, or start every rank",
         ),
         ({"RANK": "0"}, {"init_method": "tcp://127.0.0.1:1"}, "RANK is set but not WORLD_SIZE: "),
+        (
+            {"HOROVOD_SIZE": "2"},
+            {},
+            "horovodrun has started 2 processes (HOROVOD_SIZE), each of which would train by",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, {}, "mpirun has started 4 processes"),
     ],
 )
 def test_where_ranks_cannot_meet_is_refused_before_they_wait(
