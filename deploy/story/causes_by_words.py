@@ -197,6 +197,13 @@ BY_WORDS = (
         'parser.add_argument("--local_rank", type=int, default=int(os.environ["LOCAL_RANK"]))',
     ),
     known(
+        "lightning-num-nodes",
+        r"You set `devices=\d+` and `num_nodes=(?P<wanted>\d+)` in Lightning[^\n]*world size \((?P<found>\d+)\)",
+        "Lightning is told num_nodes={wanted} by the script, and this attempt has a world size of {found}",
+        'Have it read them at each start: num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), '
+        'devices=int(os.environ["LOCAL_WORLD_SIZE"]); the nodes are fewer once one is lost',
+    ),
+    known(
         "no-such-snapshot-file",
         r"FileNotFoundError: \[Errno 2\] [^:\n]*: '(?P<path>[^'\n]*/runs/[^/'\n]+/[^/'\n]+/snapshots/[^'\n]+)'",
         "there is no {path} on that node, though kit brings the ranks what the nodes have of that folder",

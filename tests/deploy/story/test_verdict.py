@@ -215,6 +215,17 @@ def test_part_of_a_snapshot_that_is_missing_is_not_taken_for_data_that_nobody_se
     assert ("job.code" in cause.cure) == (name == "no-such-file")
 
 
+def test_nodes_that_are_counted_in_the_script_are_told_where_one_was_lost() -> None:
+    cause = recognise(
+        'Traceback (most recent call last):\n  File "t.py", line 3, in <module>\nValueError: You set `devices=1` and '
+        "`num_nodes=2` in Lightning, but the product (1 * 2) does not match the world size (1)."
+    )
+    assert cause is not None
+    assert cause.name == "lightning-num-nodes"
+    assert "num_nodes=2 by the script, and this attempt has a world size of 1" in cause.what
+    assert 'num_nodes=int(os.environ["GROUP_WORLD_SIZE"])' in cause.cure
+
+
 QUOTED = (
     'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
     "    raise OSError('Address already in use') if taken else KeyError(1)\nKeyError: 1"
