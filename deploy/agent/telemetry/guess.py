@@ -20,13 +20,19 @@ _NUMBER = r"(\d{1,12})(?![\d.]*\.\d|\w)"
 _OF = rf"{_NUMBER}(?:\s*(?:/|of)\s*(\d{{1,12}})(?!\w))?"
 # ` 37%|███▋      | 37/100 [00:03<00:06, …`; not the bar of a download, which counts in bytes, as 1.2M/27.0M.
 _BAR = re.compile(r"\d{1,3}%\|[^|]*\|\s*(\d{1,12})/(\d{1,12})\s*\[")
+# Bars of what is no training, as the Trainer's at each save: `Writing model shards: 100%|███| 1/1 [`.
+_NO_STEPS = re.compile(
+    r"\b(?:Loading|Writing|Saving|Fetching|Downloading|Generating|Map|Filter|Tokeniz|Evaluat|Validat|Sanity|Predict)"
+)
 _STEP = re.compile(rf"(?:\b|_)(?:step|iter|iteration|it)\b['\"]?[\s:=#\[(]*{_OF}", re.IGNORECASE)
 _EPOCH = re.compile(rf"\bepoch\b['\"]?[\s:=#\[(]*{_OF}", re.IGNORECASE)
 _OF_EPOCH = re.compile(
     r"\bepoch:?\s*\[\d+\]\s*\[\s*(\d{1,12})/(\d{1,12})\]", re.IGNORECASE
 )  # Epoch: [3][ 10/100]
+# A fraction, and in quotes since transformers 5, as is the loss.
+_TRAINERS_EPOCH = re.compile(r"'epoch': '?(\d{1,12})(?:\.\d+)?'?[,}]")
 _LOSS = re.compile(
-    r"(?:\b|_)loss['\"]?[\s=:]+([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?![\w.])", re.IGNORECASE
+    r"(?:\b|_)loss['\"]?[\s=:]+'?([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?![\w.])", re.IGNORECASE
 )
 
 
@@ -60,8 +66,11 @@ def advances(path: str) -> bool:
 def of_text(text: str) -> Guess | None:
     """Return ``step``, ``total_steps``, ``epoch`` and ``loss`` of the last line with a step or an epoch; else None."""
     for line in reversed(_COLOUR.sub("", text).replace("\r", "\n").split("\n")):
-        step = _BAR.search(line) or _OF_EPOCH.search(line) or _STEP.search(line)
-        epoch = _EPOCH.search(line)
+        bar = _BAR.search(line)
+        if bar and _NO_STEPS.search(line, 0, bar.start()):
+            continue
+        step = bar or _OF_EPOCH.search(line) or _STEP.search(line)
+        epoch = _EPOCH.search(line) or _TRAINERS_EPOCH.search(line)
         if step is None and epoch is None:
             continue
         loss = _LOSS.search(line)

@@ -35,6 +35,11 @@ def found(
             "{'loss': 0.5123, 'grad_norm': 1.2, 'learning_rate': 5e-05, 'epoch': 3}",
             found(epoch=3, loss=0.5123),
         ),
+        (
+            "{'loss': '0.6871', 'grad_norm': '0.3216', 'learning_rate': '2.138e-05', 'epoch': '2.3'}",
+            found(epoch=2, loss=0.6871),
+        ),
+        ("{'loss': 0.5, 'epoch': 0.25}", found(epoch=0, loss=0.5)),
         ("epoch 3 of 10 done, loss=0.2", found(epoch=3, loss=0.2)),
         ("tick 4 global_step=1200 loss: 1e-3", found(1200, loss=0.001)),
         ("\x1b[32mStep 7/50\x1b[0m", found(7, 50)),
@@ -50,6 +55,10 @@ def test_plain_lines_are_read(line: str, wanted: dict[str, Any]) -> None:
     [
         "",
         "Downloading: 45%|████▌     | 12.3M/27.0M [00:01<00:01]",
+        "Writing model shards: 100%|██████████| 1/1 [00:00<00:00, 799.52it/s]",
+        "Loading weights: 100%|██████████| 200/200 [00:00<00:00, 799.52it/s]",
+        "Map (num_proc=4):  50%|█████     | 500/1000 [00:00<00:00, 799.52 examples/s]",
+        "Validation DataLoader 0:  50%|█████     | 5/10 [00:00<00:00, 9.8it/s]",
         "[GPU0] Batchsize: 32 | Steps: 16",
         "step time 0.25 s",
         "step 0.5",
