@@ -25,7 +25,7 @@ TRAINING_MODULE = ("-m", "nodekit.training")
 PYTHON = "python"  # argv[0] of a Python command: the node's own interpreter takes its place
 _LAUNCHERS = {
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch",
-    "deepspeed", "horovodrun", "mpirun", "mpiexec", "srun",
+    "accelerate-launch", "deepspeed", "fabric", "lightning", "horovodrun", "mpirun", "mpiexec", "srun",
 }  # fmt: skip
 
 

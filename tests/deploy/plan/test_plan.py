@@ -214,6 +214,8 @@ def test_a_python_command_runs_in_the_nodes_python_and_any_other_as_it_is(
         ("python -u -m torch.distributed.run train.py", "torch.distributed.run", "train.py"),
         ("-m torch.distributed.launch src/train.py", "torch.distributed.launch", "src/train.py"),
         ("srun torchrun train.py", "srun", "train.py"),
+        ("fabric run --devices 2 train.py", "fabric", "train.py"),
+        ("accelerate-launch train.py", "accelerate-launch", "train.py"),
     ],
 )
 def test_another_launcher_is_refused_with_what_to_say_in_its_place(
