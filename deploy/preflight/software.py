@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nodekit.deploy.output.wording import count
 from nodekit.deploy.plan import script as scripts
 from nodekit.deploy.plan.check import NEEDED_BYTES, Facts, make_room, permission
 from nodekit.deploy.plan.findings import Finding, Level
@@ -194,6 +195,17 @@ def _limits(facts: Facts, own: Mapping[str, Any], env: Mapping[str, str]) -> Ite
         cure = f"echo '{facts.user} - nofile 65536' | sudo tee -a {conf}, and log in anew"
         level: Level = "failure" if nofile < LEAST_FILES else "warning"
         yield level, f"ulimit -n (open files) is {nofile}", f"{FEW_FILES} or more", cure
+    if locks := own["build_locks"]:
+        what = f"{count(len(locks), 'lock')} of torch extensions that were being compiled: {', '.join(locks)}"
+        cure = "if no process compiles them any more, on any machine with this folder: rm " + shlex.join(
+            locks
+        )
+        yield (
+            "warning",
+            what,
+            "none: a rank that needs such an extension waits until its lock is removed",
+            cure,
+        )
     if own["infiniband"] and memlock != UNLIMITED:
         cure = f"echo '{facts.user} - memlock unlimited' | sudo tee -a {conf}, and log in anew"
         what = f"ulimit -l (locked memory) is {memlock // 1024} KiB, and there is InfiniBand"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
+import glob
 import locale
 import os
 import pwd
@@ -26,6 +27,7 @@ from nodekit.deploy.host.probes.gpu import gpus
 
 _OTHERS_TIMEOUT_S = 2.0
 _TRIAL_BYTES = 64 * 1024  # size of a file that is written to the work folder, and removed again
+_LONG_BUILD_S = 300.0  # a torch extension is compiled within a minute or two; an older lock is left over
 _XID = "NVRM: Xid"
 _BAD_INFOROM = re.compile(r"infoROM is corrupted at gpu ([0-9A-Fa-f:.]+)")
 
@@ -119,7 +121,21 @@ def _software(imports: List[str], source: str, path: List[str]) -> Dict[str, Any
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK),
         "shm": _shm(),
         "infiniband": files.names("/sys/class/infiniband"),
+        "build_locks": _build_locks(),
     }
+
+
+def _build_locks() -> List[str]:
+    """Old locks of extensions that torch compiles: whoever is killed meanwhile leaves one, and all wait for it then."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    found = []
+    for path in glob.glob(os.path.join(glob.escape(cache), "torch_extensions", "*", "*", "lock")):
+        try:
+            if time.time() - os.stat(path).st_mtime > _LONG_BUILD_S:
+                found.append(path)
+        except OSError:  # it is released
+            pass
+    return sorted(found)
 
 
 def _first_version(*names: str) -> Optional[str]:
