@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from nodekit.deploy.host import files
@@ -44,6 +45,11 @@ def find(pid: int) -> Optional[Process]:
         return None
     rss_bytes = int(pages) * _PAGE_BYTES
     return Process(pid, int(parent), int(group), int(start_time), rss_bytes, state in (b"Z", b"X"))
+
+
+def clock_ahead_s() -> float:
+    """Return how far the wall clock is ahead of the time since boot; it changes only when the clock is set."""
+    return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def boot_id() -> str:

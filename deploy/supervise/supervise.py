@@ -18,6 +18,7 @@ from typing import Any, Literal
 from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.ranks.failures import Failure, how_it_ended, is_secondary, line_of, was_told
 from nodekit.deploy.connect.channel import ChannelLost, HostChannel, RemoteError
+from nodekit.deploy.host import processes
 from nodekit.deploy.host.schema import EventKind, NodeStatus
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records import runs
@@ -131,7 +132,7 @@ class Supervisor:
         self._exclusions = drain.Exclusions(client.run)
         self._writer = RecordWriter(client.run, view)
         self._slow_nodes = drain.SlowNodes()
-        self._clock_ahead_s = _clock_ahead_s()
+        self._clock_ahead_s = processes.clock_ahead_s()
         self._has_ended = False
         """Whether the record has the run's end: no action is carried out any more."""
         self._record_problem = ""
@@ -514,7 +515,7 @@ class Supervisor:
 
         After a pause of this machine, as of a virtual one, both have gone on.
         """
-        ahead_s = _clock_ahead_s()
+        ahead_s = processes.clock_ahead_s()
         set_s = ahead_s - self._clock_ahead_s
         if abs(set_s) <= CLOCK_SET_S:
             return
@@ -583,8 +584,3 @@ class Supervisor:
         for line in text.split("\n")[:-1]:
             lines.append(line.rstrip("\r").rpartition("\r")[2])  # a progress bar's last state is its line
         self._view.log(node, rank, lines)
-
-
-def _clock_ahead_s() -> float:
-    """How far our clock is ahead of one that nobody sets."""
-    return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Callable, List, Optional, Sequence, Tuple
 
-from nodekit.deploy.host import files
+from nodekit.deploy.host import files, processes
 from nodekit.deploy.host.schema import Say
 
 LOOK_S = 2.0  # between two looks of the thread; while ranks train, the agent calls `look` four times as often
@@ -178,7 +178,7 @@ class Logbook:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._looked = 0.0
-        self._clock_ahead_s = _clock_ahead_s()
+        self._clock_ahead_s = processes.clock_ahead_s()
         self._checked = 0.0
         self._grown = 0
         self._can_punch = True
@@ -218,7 +218,7 @@ class Logbook:
             pass  # a full disk, or a removed folder: the job goes on without this
 
     def _look(self) -> None:
-        now, ahead_s = time.time(), _clock_ahead_s()
+        now, ahead_s = time.time(), processes.clock_ahead_s()
         if ahead_s < self._clock_ahead_s - CLOCK_SET_S:
             self._move(ahead_s - self._clock_ahead_s)
         self._clock_ahead_s = ahead_s
@@ -314,11 +314,6 @@ class Logbook:
             log.was_cut = True
             self._say("logs-cut", file=os.path.basename(log.path), bound=self._keep_bytes)
         return freed
-
-
-def _clock_ahead_s() -> float:
-    """How far the clock is ahead of one that nobody sets."""
-    return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def punch(handle: int, begin: int, end: int) -> bool:
