@@ -126,14 +126,16 @@ def attempts(trace: Trace) -> list[Attempt]:
 
 
 def detected(trace: Trace, struck: float) -> tuple[float, str] | None:
-    """Return when the fault was first noticed, and by which event."""
-    signs = [
-        (float(event["time"]), _sign(event))
-        for event in trace.events
-        if event["time"] > struck
-        and event["kind"] not in _ROUTINE
-        and event.get("state") not in _ROUTINE_STATES
+    """Return when the fault was first noticed, and by which event: of a node that is cut off, by the others."""
+    since = [event for event in trace.events if event["time"] > struck]
+    cut_off = {event.get("about") for event in since if event["kind"] == "unreachable"}
+    unusual = [
+        event
+        for event in since
+        if event["kind"] not in _ROUTINE and event.get("state") not in _ROUTINE_STATES
     ]
+    of_others = [event for event in unusual if event.get("node") not in cut_off]
+    signs = [(float(event["time"]), _sign(event)) for event in of_others or unusual]
     signs += [
         (when, "a save that failed") for when, line in trace.said if when > struck and _UNSAVED.search(line)
     ]

@@ -98,6 +98,15 @@ def test_a_fault_is_timed_from_the_strike_to_the_first_sign_and_to_the_first_ste
     assert world_sizes(trace) == (4, 2)
 
 
+def test_a_node_that_is_cut_off_is_detected_by_the_others() -> None:
+    """Its own events come when it is reached again: the table would have another time than was told before."""
+    trace = broken("a", "b")
+    trace.events.append({"kind": "store-lost", "time": 5.2, "node": "c"})
+    assert detected(trace, 5.0) == (5.2, "the rendezvous host was missed on c")
+    trace.events.append({"kind": "unreachable", "time": 5.9, "about": "c"})
+    assert detected(trace, 5.0) == (5.3, "another node was missed on a")
+
+
 def test_a_job_that_went_on_was_not_resumed_and_its_end_is_no_sign_of_a_fault() -> None:
     end = [
         {"kind": "node-state", "time": 9.0, "about": "a", "state": "succeeded"},
