@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from nodekit.deploy.plan.plan import NodePlan
 from nodekit.deploy.records.events import Gatherer
@@ -74,15 +75,12 @@ class RecordWriter:
             return is_known
         self._write_at = time.monotonic() + RETRY_S
         try:
-            with self._run.changing(mends=True) as is_damaged:
-                self._refuse_over()
+            with self._changing():
                 self._run.generation, self._run.judgement = state.generation, judgement
         except Over:
             return False
-        except NotWritten as error:
-            self.cannot_write(str(error))
+        except NotWritten:
             return is_known
-        self._tell_of_mending(is_damaged=is_damaged)
         if self._problem and gatherer.add():
             lost = f"; {gatherer.num_lost} events are lost" if gatherer.num_lost else ""
             self._problem, gatherer.num_lost = "", 0
@@ -96,29 +94,30 @@ class RecordWriter:
             NotWritten: the disk is full or gone, which is reported to the user here.
             Over: the run has ended, or was started again.
         """
-        try:
-            with self._run.changing(mends=True) as is_damaged:
-                self._refuse_over()
-                self._run.nodes = {**self._run.nodes, name: dataclasses.asdict(node)}
-                self._run.clock_offsets = {**self._run.clock_offsets, name: clock_offset_s}
-        except NotWritten as error:
-            self.cannot_write(str(error))
-            raise
-        self._tell_of_mending(is_damaged=is_damaged)
+        with self._changing():
+            self._run.nodes = {**self._run.nodes, name: dataclasses.asdict(node)}
+            self._run.clock_offsets = {**self._run.clock_offsets, name: clock_offset_s}
 
     def write_clocks(self, clock_offsets: Mapping[str, float]) -> bool:
         """Record nodes' clock offsets after a clock was set; False if they cannot be written."""
         try:
+            with self._changing():
+                self._run.clock_offsets = {**self._run.clock_offsets, **clock_offsets}
+        except (Over, NotWritten):
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the record, and write it; raises as `write_plan`."""
+        try:
             with self._run.changing(mends=True) as is_damaged:
                 self._refuse_over()
-                self._run.clock_offsets = {**self._run.clock_offsets, **clock_offsets}
-        except Over:
-            return False
+                yield
         except NotWritten as error:
             self.cannot_write(str(error))
-            return False
+            raise
         self._tell_of_mending(is_damaged=is_damaged)
-        return True
 
     def _refuse_over(self) -> None:
         """Raise Over if the record, just read, shows that this supervisor's run has ended or was started again."""

@@ -503,10 +503,7 @@ class Supervisor:
                 self._writer.cannot_write(NO_ROOM.format(self._run.folder))
             set_s = self._gatherer.clock_offset(name, offset) - offset
             if set_s and self._writer.write_clocks({name: offset + set_s}):
-                way = "forward" if set_s > 0 else "back"
-                text = f"{name}: its clock was set {way} by about {abs(set_s):.0f} s; times are corrected for that"
-                self._view.say(text, is_event=True)
-                self._note("said", text=text)
+                self._tell_of_clock(f"{name}: its clock", set_s)
         else:
             self._ungathered[name].extend(found)
 
@@ -526,10 +523,14 @@ class Supervisor:
         offsets = {**dict.fromkeys(self._run.nodes, 0.0), **self._run.clock_offsets}
         self._writer.write_clocks({node: each - set_s for node, each in offsets.items()})
         self._gatherer.our_clock_was_set(set_s)
+        self._tell_of_clock("this machine's clock", set_s, clock_set_s=set_s)
+
+    def _tell_of_clock(self, which: str, set_s: float, **fields: float) -> None:
+        """Tell the user, and record, that a clock was set forward by `set_s` seconds, or back."""
         way = "forward" if set_s > 0 else "back"
-        text = f"this machine's clock was set {way} by about {abs(set_s):.0f} s; times are corrected for that"
+        text = f"{which} was set {way} by about {abs(set_s):.0f} s; times are corrected for that"
         self._view.say(text, is_event=True)
-        self._note("said", text=text, clock_set_s=set_s)
+        self._note("said", text=text, **fields)
 
     def _line(self, name: str, status: NodeStatus) -> str:
         if not status["alive"] and (out := self._drained.line(name)):

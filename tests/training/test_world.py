@@ -127,18 +127,25 @@ def test_what_a_rank_can_do_that_has_lost_another(
     assert left == ["nccl"] * aborts + ["gloo"] * (backend == "gloo" or aborts)
 
 
+def told_by_an_agent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[World, dict[str, Callable[[], object]]]:
+    """A world, and what it has the agent's messages call, by their kind."""
+    handlers: dict[str, Callable[[], object]] = {}
+    agent: Any = SimpleNamespace(when=handlers.__setitem__, has_left=threading.Event())
+    monkeypatch.setattr(world_module, "messages_from", lambda _: agent)
+    return replace(World.from_env({}), agent_pipe=folder, progress_file=folder / "rank0"), handlers
+
+
 @pytest.mark.parametrize(("step", "is_deaf"), [(3, True), (3, False), (None, True)])
 def test_a_rank_that_has_lost_another_says_that_it_keeps_its_step_and_ends_if_it_hears_nothing(
     step: int | None, is_deaf: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[object] = []
-    handlers: dict[str, Callable[[], object]] = {}
-    agent: Any = SimpleNamespace(when=handlers.__setitem__, has_left=threading.Event())
-    monkeypatch.setattr(world_module, "messages_from", lambda _: agent)
+    world, handlers = told_by_an_agent(tmp_path, monkeypatch)
     monkeypatch.setattr(connections, "is_deaf", lambda _: is_deaf)
     monkeypatch.setattr(connections, "shut_down", lambda: done.append("left"))
     monkeypatch.setattr(os, "_exit", done.append)
-    world = replace(World.from_env({}), agent_pipe=tmp_path, progress_file=tmp_path / "rank0")
     world.keeps_when_lost(lambda: step, lambda: done.append("saved"))
     handlers["lost"]()
     until(lambda: not [each for each in threading.enumerate() if each.name == "nodekit-guard"])
@@ -154,13 +161,10 @@ def test_a_rank_that_is_to_stop_leaves_the_others_where_it_waits_in_vain_for_one
     is_stalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[object] = []
-    handlers: dict[str, Callable[[], object]] = {}
-    agent: Any = SimpleNamespace(when=handlers.__setitem__, has_left=threading.Event())
-    monkeypatch.setattr(world_module, "messages_from", lambda _: agent)
+    world, handlers = told_by_an_agent(tmp_path, monkeypatch)
     monkeypatch.setattr(connections, "is_stalled", lambda _: is_stalled)
     monkeypatch.setattr(connections, "is_deaf", lambda _: False)
     monkeypatch.setattr(connections, "shut_down", lambda: done.append("left"))
-    world = replace(World.from_env({}), agent_pipe=tmp_path, progress_file=tmp_path / "rank0")
     world.keeps_when_lost(lambda: 3, lambda: done.append("saved"))
     handlers["stalled"]()
     until(lambda: not [each for each in threading.enumerate() if each.name == "nodekit-guard"])
