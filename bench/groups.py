@@ -59,7 +59,18 @@ def has_reconfigure(python: str) -> bool:
 def torch_of(python: str) -> str:
     """Return the version of that python's torch."""
     asked = [python, "-c", "import torch; print(torch.__version__)"]
-    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"bench/groups: --python {python}: wanted a python that can import torch: {error}")
+
+
+def sizes(text: str) -> list[int]:
+    """Parse ``2,4``."""
+    found = [int(each) for each in text.split(",")]
+    if min(found) < 2:
+        raise ValueError(text)
+    return found
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -77,12 +88,15 @@ def main(given: Sequence[str] | None = None) -> int:
         "--rounds", type=int, default=5, metavar="N", help=f"of {PER_TURN} meetings each way (5)"
     )
     parser.add_argument(
-        "--ranks", default="2,4", metavar="N,M", help="how many of them, on this machine (2,4)"
+        "--ranks", type=sizes, default="2,4", metavar="N,M", help="how many of them, on this machine (2,4)"
     )
     args = parser.parse_args(given)
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: wanted 1 or more")
+    version = torch_of(args.python)
     ways = [way for way in WAYS if way != "reconfigure" or has_reconfigure(args.python)]
     rows = []
-    for size in map(int, args.ranks.split(",")):
+    for size in args.ranks:
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(args.rounds):
             for way in ways[:: -1 if number % 2 else 1]:
@@ -93,7 +107,7 @@ def main(given: Sequence[str] | None = None) -> int:
             ms = [1000 * each for each in seconds[way]]
             ratio = median(seconds[way]) / median(seconds["abandon"])
             rows.append([f"{size} ranks, {WAYS[way]}", f"{median(ms):.1f}", spread(ms), f"{ratio:.2f} ×"])
-    print(f"A process group of gloo, made anew; torch {torch_of(args.python)}. {machine()}\n")
+    print(f"A process group of gloo, made anew; torch {version}. {machine()}\n")
     print(table(["", "median ms", "range", "to kit"], rows))
     if "reconfigure" not in ways:
         print("\nThis torch has no _reconfigure.")
