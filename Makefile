@@ -26,6 +26,8 @@ up:
 test: check
 	@.ci/setup test
 	@$(PYTEST) -n 3
+	@echo "once more, with a newer torch: what is different with it"
+	@$(subst .venv/,.venv/torch-2.14/,$(PYTEST)) --dist load -n 3 -m newer_torch tests/deploy/agent
 
 quick: check
 	@$(PYTEST) -n 3 -m "not lab and not slow"

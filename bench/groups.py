@@ -1,26 +1,33 @@
-"""How long ranks take to meet in a new process group of gloo's: as kit does it, as is usual, and by `_reconfigure`."""
+"""How long ranks take to meet in a group of gloo's again, as kit does it and otherwise, and what that leaves."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from groups_job import PER_TURN
 from rounds import machine, median, note, spread, table
 
+import nodekit
+
 JOB = Path(__file__).with_name("groups_job.py")
 WAYS = {
-    "abandon": "as kit does: the old one is kept",
+    "keep": "kit, with torch 2.14 or newer: connections shut, then _reconfigure",
+    "leave": "kit, with an older torch: a new group beside the old one",
     "destroy": "destroy_process_group, init_process_group",
-    "reconfigure": "_reconfigure",
+    "reconfigure": "_reconfigure alone",
 }
+OF_2_14 = ("keep", "reconfigure")
 EPILOG = """\
 examples:
   bench/groups                                      with the torch of this project
@@ -30,14 +37,29 @@ Exit status: 0.
 """
 
 
-def turn(python: str, way: str, size: int) -> list[float]:
-    """Return the seconds of the slowest rank, for each re-formation."""
+@dataclass(frozen=True)
+class Turn:
+    """Some re-formations in one process per rank."""
+
+    seconds: list[float]
+    """Of the slowest rank, for each."""
+    threads: float
+    """How many more threads a rank had after each."""
+
+
+def turn(python: str, way: str, size: int) -> Turn:
+    """Re-form a group of ``size`` ranks some times."""
     server = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     own = [python, str(JOB), way, str(size), str(server.port)]
-    ranks = [subprocess.Popen([*own, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
-    found: list[list[float]] = [[]] * size
+    # That python may have torch alone.
+    env = {**os.environ, "PYTHONPATH": str(Path(next(iter(nodekit.__path__))).parent)}
+    ranks = [
+        subprocess.Popen([*own, str(rank)], stdout=subprocess.PIPE, text=True, env=env)
+        for rank in range(size)
+    ]
+    found: list[dict[str, Any]] = [{}] * size
 
     def read(rank: int) -> None:
         found[rank] = json.loads(ranks[rank].communicate(timeout=120)[0])
@@ -47,7 +69,8 @@ def turn(python: str, way: str, size: int) -> list[float]:
         each.start()
     for each in threads:
         each.join()
-    return [max(each) for each in zip(*found, strict=True)]
+    seconds = [max(each) for each in zip(*(one["seconds"] for one in found), strict=True)]
+    return Turn(seconds, max(one["threads"] for one in found))
 
 
 def has_reconfigure(python: str) -> bool:
@@ -94,22 +117,31 @@ def main(given: Sequence[str] | None = None) -> int:
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: wanted 1 or more")
     version = torch_of(args.python)
-    ways = [way for way in WAYS if way != "reconfigure" or has_reconfigure(args.python)]
+    has_it = has_reconfigure(args.python)
+    ways = [way for way in WAYS if has_it or way not in OF_2_14]
     rows = []
     for size in args.ranks:
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        turns: dict[str, list[Turn]] = {way: [] for way in ways}
         for number in range(args.rounds):
             for way in ways[:: -1 if number % 2 else 1]:
-                took = turn(args.python, way, size)
-                seconds[way] += took
-                note(f"round {number + 1}  {size} ranks  {way:<12} {1000 * median(took):.1f} ms")
+                turns[way].append(took := turn(args.python, way, size))
+                note(f"round {number + 1}  {size} ranks  {way:<12} {1000 * median(took.seconds):.1f} ms")
+        of_kit = median([each for one in turns[ways[0]] for each in one.seconds])
         for way in ways:
-            ms = [1000 * each for each in seconds[way]]
-            ratio = median(seconds[way]) / median(seconds["abandon"])
-            rows.append([f"{size} ranks, {WAYS[way]}", f"{median(ms):.1f}", spread(ms), f"{ratio:.2f} ×"])
+            ms = [1000 * each for one in turns[way] for each in one.seconds]
+            ratio, threads = median(ms) / 1000 / of_kit, max(each.threads for each in turns[way])
+            rows.append(
+                [
+                    f"{size} ranks, {WAYS[way]}",
+                    f"{median(ms):.1f}",
+                    spread(ms),
+                    f"{ratio:.2f} ×",
+                    f"{threads:.0f}",
+                ]
+            )
     print(f"A process group of gloo, made anew; torch {version}. {machine()}\n")
-    print(table(["", "median ms", "range", "to kit"], rows))
-    if "reconfigure" not in ways:
+    print(table(["", "median ms", "range", "to kit", "threads left each time"], rows))
+    if not has_it:
         print("\nThis torch has no _reconfigure.")
     return 0
 

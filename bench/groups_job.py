@@ -1,4 +1,4 @@
-"""One rank of bench/groups: re-forms the group again and again, and prints how long that took."""
+"""One rank of bench/groups: re-forms the group again and again, and prints how long that took and what it left."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from nodekit.training.group import connections, reconfigure
 
 TIMEOUT = timedelta(seconds=60)
 PER_TURN = 20
@@ -22,24 +25,35 @@ def meet(store: Any, way: str, rank: int, size: int) -> Callable[[int], object]:
     c10d: Any = dist.distributed_c10d
     kept: list[Any] = []
 
+    def init(number: int, **more: Any) -> None:
+        prefix = dist.PrefixStore(f"group{number}", store)
+        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=size, timeout=TIMEOUT, **more)
+
     def leave_and_join(number: int) -> None:
         if number:
-            kept.append(list(c10d._world.pg_map) if way == "abandon" else None)
+            kept.append(list(c10d._world.pg_map) if way == "leave" else None)
             dist.destroy_process_group()
-        prefix = dist.PrefixStore(f"group{number}", store)
-        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=size, timeout=TIMEOUT)
+        init(number)
 
-    def reconfigure(number: int) -> None:
+    def keep_and_join(number: int) -> None:
+        if number:
+            reconfigure.keep()
+            dist.destroy_process_group()
+        with reconfigure.used():
+            connections.remember()
+            init(number)
+
+    def just_reconfigure(number: int) -> None:
         store.set(f"handle{number}/{rank}", c10d._get_reconfigure_handle())
         handles = [store.get(f"handle{number}/{other}").decode() for other in range(size)]
         c10d._reconfigure(uuid=1 + number, handles=handles).wait()
 
+    if way == "keep":
+        return keep_and_join
     if way != "reconfigure":
         return leave_and_join
-    made: dict[str, Any] = {"enable_reconfigure": True}
-    prefix = dist.PrefixStore("group", store)
-    dist.init_process_group("gloo", store=prefix, rank=rank, world_size=size, timeout=TIMEOUT, **made)
-    return reconfigure
+    init(0, enable_reconfigure=True)
+    return just_reconfigure
 
 
 def be_rank(way: str, rank: int, size: int, port: int) -> None:
@@ -47,7 +61,7 @@ def be_rank(way: str, rank: int, size: int, port: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    again, seconds = meet(store, way, rank, size), []
+    again, seconds, threads = meet(store, way, rank, size), [], []
     for number in range(PER_TURN + 1):
         store.add(f"ready{number}", 1)
         while store.add(f"ready{number}", 0) < size:
@@ -56,8 +70,10 @@ def be_rank(way: str, rank: int, size: int, port: int) -> None:
         again(number)
         dist.all_reduce(torch.ones(1))
         seconds.append(time.monotonic() - begin)
-    print(json.dumps(seconds[1:]), flush=True)
-    dist.destroy_process_group()
+        threads.append(len([*Path("/proc/self/task").iterdir()]))
+    left = (threads[-1] - threads[0]) / PER_TURN
+    print(json.dumps({"seconds": seconds[1:], "threads": left}), flush=True)
+    os._exit(0)  # groups that were left cannot be ended
 
 
 if __name__ == "__main__":

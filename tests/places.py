@@ -6,3 +6,5 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 RECORDED = TESTS / "recorded"
 """What other programs have said, as they said it."""
+NEWER_TORCH = ROOT / ".venv/torch-2.14/bin/python"
+"""A python with a torch that can do what the one in .venv cannot yet."""

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from nodekit.training.group import connections, nccl, recorder
+from nodekit.training.group import connections, nccl, reconfigure, recorder
 from nodekit.training.group.agent_messages import AgentMessages, messages_from
 from nodekit.training.group.collectives import broadcast_object, gather_objects, start_sum
 from nodekit.training.group.initmethod import InitMethod
@@ -189,15 +190,16 @@ class World:
         if self.backend == "nccl":
             nccl.make_room(self.device)
             is_answered_by_torch = nccl.count_group() == 0
-        dist.init_process_group(
-            self.backend,
-            store=store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=self.timeout_s),
-            # Connect now, and name the right device.
-            device_id=self.device if self.backend == "nccl" else None,
-        )
+        with reconfigure.used() if self.reconfigures else nullcontext():
+            dist.init_process_group(
+                self.backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=self.timeout_s),
+                # Connect now, and name the right device.
+                device_id=self.device if self.backend == "nccl" else None,
+            )
         if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):  # mpi assigns its own
             found = f"{dist.get_rank()} of {dist.get_world_size()}"
             dist.destroy_process_group()
@@ -240,6 +242,7 @@ class World:
             self.messages.ignore()
         if not goes_on:
             nccl.wait_until_ended()  # even without a group: an earlier one may still be ending
+        reconfigure.forget()
         if dist.is_initialized():
             nccl.close_in_thread() if goes_on else nccl.close()
             recorder.end()
@@ -258,6 +261,11 @@ class World:
         elif self.aborts_nccl:
             nccl.leave()
             connections.shut_down()  # of a script's own groups on gloo
+
+    @property
+    def reconfigures(self) -> bool:
+        """Whether the ranks join by torch's `_reconfigure`; the same on all of them."""
+        return self.is_by_kit and self.backend == "gloo" and reconfigure.can()
 
     @property
     def aborts_nccl(self) -> bool:

@@ -308,7 +308,7 @@ def test_a_process_goes_on_in_so_many_attempts_and_no_more(
     monkeypatch.setattr(reform, "_abandoned", [None] * (reform.MOST_ATTEMPTS - 1))
     assert not reform.why_not(own)
     reform._abandoned.append(None)
-    assert reform.why_not(own) == "it has taken part in 50 attempts"
+    assert reform.why_not(own) == "it has left 50 process groups behind"
 
 
 def test_the_search_for_garbage_after_an_attempt_goes_through_no_library() -> None:

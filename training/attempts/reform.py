@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("nodekit.training")
 
 MOST_ATTEMPTS = 50
-"""The most attempts of one process: gloo leaves three threads, five descriptors and 1 MB behind after each."""
+"""The most groups that a process leaves: each has three threads, five descriptors and 1 MB (see `reconfigure`)."""
 JOINING_S = 1.0
 """How long the main thread of a rank that joins the others may be idle before it is taken for stuck in the join."""
 SAVE_AFTER_S = 1.0
@@ -59,7 +59,7 @@ def why_ends(options: "Options", world: "World") -> str:
 
 def why_not(world: "World") -> str:
     """Why this process cannot go on in another attempt, whatever it trains; "" if it can."""
-    from nodekit.training.group import nccl
+    from nodekit.training.group import nccl, reconfigure
 
     if world.backend not in ("gloo", "nccl"):
         return f"the ranks are joined by {world.backend}, and not by gloo or nccl"
@@ -67,8 +67,8 @@ def why_not(world: "World") -> str:
         return "this torch cannot abort NCCL's collectives, which 2.6 can"
     if world.messages is None or world.init_method.scheme != "env":
         return "there is no agent of kit's that would have it go on"
-    if len(_abandoned) >= MOST_ATTEMPTS:
-        return f"it has taken part in {MOST_ATTEMPTS} attempts"
+    if len(_abandoned) + reconfigure.num_left() >= MOST_ATTEMPTS:
+        return f"it has left {MOST_ATTEMPTS} process groups behind"
     return ""
 
 
@@ -117,8 +117,12 @@ def leave(world: "World") -> None:
     """Leave the process group for good."""
     import torch.distributed as dist
 
+    from nodekit.training.group import reconfigure
+
     if dist.is_initialized():
-        _abandoned.append(list(dist.distributed_c10d._world.pg_map))  # see rank._KEPT_ALIVE
+        groups = list(dist.distributed_c10d._world.pg_map)
+        if not reconfigure.keep() or len(groups) > 1:  # a script has groups of its own
+            _abandoned.append(groups)  # see rank._KEPT_ALIVE
     world.close(goes_on=True)
     # By this number the ranks name their groups. Only a group that was formed takes it back when it is destroyed.
     dist.distributed_c10d._world.group_count = 0

@@ -103,6 +103,7 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
+@pytest.mark.newer_torch
 @pytest.mark.parametrize("killed", [0, 1])
 @again_if_left_waiting
 def test_the_others_stay_and_no_step_is_lost(agents: Agents, unbroken: dict[str, Any], killed: int) -> None:
@@ -164,6 +165,7 @@ def test_a_rank_that_takes_long_to_leave_the_others_stays(agents: Agents, unbrok
     assert all(run.events(name, "workers-started")[1]["stayed"] for name in ("n0", "n2"))
 
 
+@pytest.mark.newer_torch
 @again_if_left_waiting
 def test_a_node_is_lost_and_another_comes_in(agents: Agents) -> None:
     """The others keep their processes both times; for the one that comes in they pause."""
