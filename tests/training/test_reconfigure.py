@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from agents import until
 from places import NEWER_TORCH
 
 from nodekit.training.group import reconfigure
@@ -55,6 +56,10 @@ def hold_on():
     '''Let no connection be shut, so that what waits for others waits on.'''
     connections.shut_down = lambda *_: None
 
+def fall_silent():
+    '''In the middle of the next meeting.'''
+    dist.distributed_c10d.ReconfigureOptions = lambda: time.sleep(600)
+
 def sum_in_a_group_of_its_own():
     group = dist.new_group([*range(dist.get_world_size())], timeout=timedelta(seconds=30))
     dist.all_reduce(summed := torch.ones(1), group=group)
@@ -74,7 +79,7 @@ for line in sys.stdin:
     try:
         said = globals()[name](*args, **kwargs)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        said = [type(error).__name__, connections.is_lost_rank(error)]
     print(json.dumps(said), flush=True)
 os._exit(0)
 """
@@ -185,7 +190,7 @@ def test_a_group_that_did_not_meet_is_left(start: Start) -> None:
     one, other = start(), start()
     Meeting().of(one, other)
     alone = Meeting()
-    assert "DistStoreError" in one.ask("join", 0, 2, alone.server.port, timeout_s=0.5)
+    assert one.ask("join", 0, 2, alone.server.port, timeout_s=0.5) == ["DistStoreError", True]
     found = Meeting().of(other, one)
     assert [(each["sum"], each["same"], each["left"]) for each in found] == [(11, True, 0), (11, False, 1)]
 
@@ -217,6 +222,28 @@ def test_a_barrier_that_fails_with_what_came_first_says_nothing_of_the_rest(
 ) -> None:
     store = reconfigure._Forwarding(None)
     assert reconfigure._has_ended(reconfigure._Gloo(Barriers(*end), store, set())) is has_ended
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize(("lost", "error"), [("rank", "DistStoreError"), ("store", "DistNetworkError")])
+def test_a_loss_while_they_meet_is_told_by_torchs_own_error(
+    start: Start, lost: str, error: str, stays: bool
+) -> None:
+    """It has gone through gloo, whose store is a Python object then."""
+    one, silent, meeting = start(), start(), Meeting()
+    if stays:
+        Meeting().of(one)
+    silent.ask("fall_silent")
+    silent.tell("join", 1, 2, meeting.server.port)
+    one.tell("join", 0, 2, meeting.server.port, timeout_s=1.0 if lost == "rank" else 30.0)
+    claimed = "0//cpu//reconfigure"
+    until(
+        lambda: any(claimed in each for each in meeting.server.list_keys()),
+        what="one of them meets the other",
+    )
+    if lost == "store":
+        del meeting.server
+    assert one.answer() == [error, True]
 
 
 def test_groups_of_a_scripts_own_are_torchs(start: Start) -> None:

@@ -118,6 +118,7 @@ def used() -> Iterator[None]:
         else:
             gloo = before
             gloo.store.now = given
+            gloo.backend.set_timeout(options.timeout)
         try:
             with connections.opened() as gloo.sockets:
                 _meet(gloo.backend, given, options.group_rank, options.group_size)
