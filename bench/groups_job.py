@@ -39,7 +39,7 @@ def meet(store: Any, way: str, rank: int, size: int) -> Callable[[int], object]:
         if number:
             reconfigure.keep()
             dist.destroy_process_group()
-        with reconfigure.used():
+        with reconfigure.enabled():
             connections.remember()
             init(number)
 

@@ -190,7 +190,7 @@ class World:
         if self.backend == "nccl":
             nccl.make_room(self.device)
             is_answered_by_torch = nccl.count_group() == 0
-        with reconfigure.used() if self.reconfigures else nullcontext():
+        with reconfigure.enabled() if self.reconfigures else nullcontext():
             dist.init_process_group(
                 self.backend,
                 store=store,
@@ -265,7 +265,7 @@ class World:
     @property
     def reconfigures(self) -> bool:
         """Whether the ranks join by torch's `_reconfigure`; the same on all of them."""
-        return self.is_by_kit and self.backend == "gloo" and reconfigure.can()
+        return self.is_by_kit and self.backend == "gloo" and reconfigure.is_available()
 
     @property
     def aborts_nccl(self) -> bool:

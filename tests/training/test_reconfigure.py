@@ -35,7 +35,7 @@ def join(rank, size, port, *, timeout_s=30.0):
         before = dist.group.WORLD._get_backend(torch.device("cpu")) if reconfigure.keep() else None
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = 0  # as reform.leave
-    with reconfigure.used():
+    with reconfigure.enabled():
         connections.remember()
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
@@ -72,7 +72,7 @@ def begin_an_ordinary_group(port):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     return reconfigure.keep()
 
-can = reconfigure.can
+is_available = reconfigure.is_available
 
 for line in sys.stdin:
     name, args, kwargs = json.loads(line)
@@ -256,14 +256,16 @@ def test_groups_of_a_scripts_own_are_torchs(start: Start) -> None:
     assert ranks[0].ask("begin_an_ordinary_group", Meeting().server.port) is False
 
 
-@pytest.mark.parametrize(("env", "can"), [({}, True), ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, False)])
+@pytest.mark.parametrize(
+    ("env", "is_available"), [({}, True), ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, False)]
+)
 def test_where_torch_wraps_its_backends_they_are_made_anew(
-    start: Start, env: dict[str, str], can: bool
+    start: Start, env: dict[str, str], is_available: bool
 ) -> None:
-    assert start(**env).ask("can") is can
+    assert start(**env).ask("is_available") is is_available
 
 
 def test_with_an_earlier_torch_groups_are_made_anew() -> None:
     """As here; the processes above have another one."""
     assert sys.executable != str(NEWER_TORCH)
-    assert not reconfigure.can()
+    assert not reconfigure.is_available()

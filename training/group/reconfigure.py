@@ -68,7 +68,7 @@ _left: list[_Gloo] = []
 """Those that cannot be used again; threads may still use them."""
 
 
-def can() -> bool:
+def is_available() -> bool:
     """Whether this torch can reconfigure a group of gloo's; the same on all ranks that have the same torch."""
     has_all = all(hasattr(_c10d, name) for name in _NEEDED)
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the backend in one that cannot.
@@ -97,7 +97,7 @@ def num_left() -> int:
 
 
 @contextmanager
-def used() -> Iterator[None]:
+def enabled() -> Iterator[None]:
     """Within the block, `init_process_group` joins the ranks by `_reconfigure`, with what was kept if it can be used.
 
     All ranks have to do so: ordinary groups have other names for their addresses in the store.

@@ -382,7 +382,7 @@ def test_who_has_left_too_many_groups_saves_its_step_and_is_started_again(
         )
     losses = run.end()
     assert (losses, run.result("n0")["weights_sha256"]) == unbroken
-    keeps = reconfigure.can()
+    keeps = reconfigure.is_available()
     for name in ("n0", "n2"):
         assert [len(each["stayed"]) for each in run.events(name, "workers-started")] == [0, 1, int(keeps)]
     assert ("and this rank ends: it has left 1 process groups behind" in run.logs()) is not keeps
