@@ -22,6 +22,10 @@ from typing import Any, NamedTuple
 
 NUM_ENTRIES = "2000"
 MAX_BYTES = 64 * 1024**2
+_NEWER_NAMES = (2, 8)
+"""The release from which on torch has the newer names. Set only one, since it warns of the other version's."""
+_NCCL2 = (2, 15)
+"""From here on, NCCL's default backend is nccl2, which reads no FIFO; the earlier one is still there."""
 _KEPT = 200  # how many of a group's last calls the nodes send each other
 _POLL_S = 0.05
 _MARKS = ("restore_type_tag", "build_intlist", "build_doublelist", "build_boollist")
@@ -61,23 +65,28 @@ class Finding(NamedTuple):
 
 def environment(folder: Path, environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
     """Return the variables that make ranks dump their recorders into `folder`; values set by the user stay."""
-    name = "TORCH_FR_DUMP_TEMP_FILE" if _is_new(torch_version) else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    newer = _release(torch_version) >= _NEWER_NAMES
+    name = "TORCH_FR_DUMP_TEMP_FILE" if newer else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     wanted = dict.fromkeys((name, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"), str(folder / "rank"))
     return {
-        **buffer_size(environ, torch_version),
+        **read_once(environ, torch_version),
         **{name: environ.get(name, value) for name, value in wanted.items()},
     }
 
 
-def buffer_size(environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
-    """Return the variable that turns recording on; torch reads it at a process's first collective."""
-    name = "TORCH_FR_BUFFER_SIZE" if _is_new(torch_version) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-    return {name: environ.get(name, NUM_ENTRIES)}
+def read_once(environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
+    """Return those of these variables that torch reads once in a process: at its first group, or first collective."""
+    release = _release(torch_version)
+    name = "TORCH_FR_BUFFER_SIZE" if release >= _NEWER_NAMES else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    wanted = {name: NUM_ENTRIES}
+    if release >= _NCCL2:
+        wanted["TORCH_DIST_USE_NCCL2"] = "0"
+    return {name: environ.get(name, value) for name, value in wanted.items()}
 
 
-def _is_new(torch_version: str) -> bool:
-    """Whether this torch (2.8 on) has the newer names; set only one, since torch warns of the other version's."""
-    return tuple(int(each) for each in re.findall(r"\d+", torch_version)[:2]) >= (2, 8)
+def _release(torch_version: str) -> tuple[int, ...]:
+    """Return its first two numbers: ``2.15.0+cu132`` → (2, 15)."""
+    return tuple(int(each) for each in re.findall(r"\d+", torch_version)[:2])
 
 
 def ask(environ: Mapping[str, str], ranks: Sequence[int], *, timeout_s: float) -> dict[int, Record]:

@@ -137,7 +137,7 @@ class Attempts:
                 argv=spec.argv,
                 env={
                     **self._environment(spec, None, local_rank),
-                    **flight.buffer_size(os.environ, torch.__version__),  # read when NCCL starts
+                    **flight.read_once(os.environ, torch.__version__),
                     "NODEKIT_STANDBY": str(num_ranks),
                     **_started_now(),
                 },

@@ -110,6 +110,7 @@ def test_the_culprit_is_told_with_what_it_does() -> None:
 @pytest.mark.parametrize(
     ("version", "names"),
     [
+        ("2.15.0+cu132", {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_DIST_USE_NCCL2"}),
         ("2.13.0+cpu", {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"}),
         ("2.8.0", {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"}),
         ("2.6.0a0+git", {"TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}),
@@ -120,6 +121,14 @@ def test_the_recorder_is_set_by_the_names_that_this_torch_knows(version: str, na
     assert set(found) == {*names, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
     own = dict.fromkeys(found, "the user's")
     assert flight.environment(Path("/n/flight"), own, version) == own
+
+
+def test_a_rank_that_stands_by_has_what_torch_reads_once() -> None:
+    """It starts NCCL before its attempt is known."""
+    found = flight.environment(Path("/n/flight"), {}, "2.15.0")
+    once = flight.read_once({}, "2.15.0")
+    assert once == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_DIST_USE_NCCL2": "0"}
+    assert once.items() <= found.items()
 
 
 DUMP = {
