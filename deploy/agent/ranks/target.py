@@ -15,7 +15,8 @@ TRAINING = "nodekit.training"
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/davinci")
 # Variables that python, libc, torch and its libraries read once, when they start or are imported.
 READ_AT_START = re.compile(
-    r"(?!TORCHELASTIC_|TORCH_NCCL_|TORCH_FR_)(PYTHON|LD_|LC_|LANG|TZ|HOME$|MALLOC_|GLIBC_|OMP_|KMP_|GOMP_|MKL_"
+    r"(?!TORCHELASTIC_|TORCH_NCCL_|TORCH_FR_|TORCH_DIST_USE_NCCL2$)"
+    r"(PYTHON|LD_|LC_|LANG|TZ|HOME$|MALLOC_|GLIBC_|OMP_|KMP_|GOMP_|MKL_"
     r"|OPENBLAS_|DNNL_|ONEDNN_|ATEN_|NPY_|NUMPY_|KINETO_|TORCH|PYTORCH_|AOT|INDUCTOR_|TRITON_|HALIDE_|FX_|COMPILE_|PARTITIONER_)"
 )
 # Those of them that libraries read on import, so that a script can set them before it imports torch. Not the

@@ -19,6 +19,7 @@ from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.agent.hang.culprit import explain
 from nodekit.deploy.agent.hang.flight import Call, Finding, Group, compare
 from nodekit.deploy.agent.hang.stacks import Frame, Stack
+from nodekit.deploy.agent.ranks.target import READ_AT_START
 
 
 def record(*calls: str, ranks: tuple[int, ...] = (0, 1, 2), first: int = 811) -> Group:
@@ -121,6 +122,7 @@ def test_the_recorder_is_set_by_the_names_that_this_torch_knows(version: str, na
     assert set(found) == {*names, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
     own = dict.fromkeys(found, "the user's")
     assert flight.environment(Path("/n/flight"), own, version) == own
+    assert not [name for name in found if READ_AT_START.match(name)], "or no rank would be a fork"
 
 
 def test_a_rank_that_stands_by_has_what_torch_reads_once() -> None:
