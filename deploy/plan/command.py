@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import posixpath
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +29,26 @@ _LAUNCHERS = {
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch",
     "accelerate-launch", "deepspeed", "fabric", "lightning", "horovodrun", "mpirun", "mpiexec", "srun",
 }  # fmt: skip
-
+SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
+PYTHON_NAME = re.compile(r"(python|pypy)[\d.]*")
+PYTHON_VALUED = re.compile(r"-[a-zA-Z]*[WX]|--check-hash-based-pycs")  # options whose value is the next word
+# Programs that start the command behind them: their options whose value is the next word, and how many words precede
+# the command.
+_WRAPPERS = {
+    "env": (r"-[a-zA-Z0]*[uC]|--unset|--chdir", 0),
+    "nice": (r"-n|--adjustment", 0),
+    "ionice": (r"-[cn]|--class|--classdata", 0),
+    "numactl": (
+        r"-[iwpPmNCc]|--(weighted-)?interleave|--preferred(-many)?|--membind|--(cpunode|physcpu|cpu)bind",
+        0,
+    ),
+    "stdbuf": (r"-[ioe]|--input|--output|--error", 0),
+    "time": (r"-[a-z]*[fo]|--format|--output", 0),
+    "taskset": ("", 1),
+    "timeout": (r"-[ks]|--kill-after|--signal", 1),
+    **dict.fromkeys(("nohup", "setsid", "exec"), ("", 0)),
+}
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 # Neither double braces, which other tools use in templates, nor `${node}`, which is for a shell or Hydra.
 _WORD = re.compile(r"(?<![{$])\{(snapshot_dir|run_id|node)\}(?!\})")
@@ -83,17 +104,82 @@ def filled(argv: Sequence[str], *, snapshot_dir: str, run_id: str, node: str) ->
     return tuple(_WORD.sub(lambda found: values[found[1]], each) for each in argv)
 
 
+def wrapped(argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the command that env, nohup, numactl or the like starts; () for another program, or without a command."""
+    if (name := Path(argv[0]).name) not in _WRAPPERS:
+        return ()
+    valued, num_operands = _WRAPPERS[name]
+    words = list(argv[1:])
+    while words:
+        word = words.pop(0)
+        if word.startswith("-"):
+            del words[: 1 if re.fullmatch(valued, word) else 0]
+        elif name == "env" and "=" in word:
+            pass
+        elif num_operands:
+            num_operands -= 1
+        else:
+            return (word, *words)
+    return ()
+
+
 def _refuse_launcher(target: tuple[str, ...]) -> None:
     """Refuse a launcher: each rank would silently train alone, in a world of its own."""
-    name = target[1] if target[0] == "-m" and len(target) > 1 else Path(target[0]).name
-    if name not in _LAUNCHERS:
+    if (found := _launcher(target)) is None:
         return
-    script = next((number for number, word in enumerate(target) if word.endswith(".py")), None)
-    instead = shlex.join(target[script:]) if script is not None else "train.py …"
-    raise KitError(
-        f"the command begins with {name}; kit starts the ranks on all hosts in its place",
-        cure=f"give the script alone: kit up … -- {instead}",
-    )
+    name, words = found
+    script = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
+    instead = shlex.join(words[script:]) if script is not None else "train.py …"
+    front = target[: len(target) - len(words)]
+    if target == words:
+        begins, cure = "begins with", f"give the script alone: kit up … -- {instead}"
+    elif target == (*front, *words):
+        begins, cure = "runs", f"write python in its place: kit up … -- {shlex.join(front)} python {instead}"
+    else:
+        begins, cure = "runs", f"write python in its place: python {instead}"
+    raise KitError(f"the command {begins} {name}; kit starts the ranks on all hosts in its place", cure=cure)
+
+
+def _launcher(argv: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the launcher that a command runs, and its own command; behind wrappers and in a shell's -c, too."""
+    if more := wrapped(argv):
+        return _launcher(more)
+    name = Path(argv[0]).name
+    if name in SHELLS:
+        texts = [text for option, text in itertools.pairwise(argv) if re.fullmatch(r"-[a-z]*c", option)]
+        found = (_launcher(each) for each in _simple_commands(texts[0] if texts else ""))
+        return next((each for each in found if each is not None), None)
+    if name == "-m" or PYTHON_NAME.fullmatch(name):
+        name = _run_by_python(iter(argv if name == "-m" else argv[1:]))
+    return (name, argv) if name in _LAUNCHERS else None
+
+
+def _run_by_python(words: Iterator[str]) -> str:
+    """Return the module, or the name of the file, that an interpreter with these arguments runs."""
+    for word in words:
+        if re.fullmatch(r"-[a-zA-Z]*m", word):
+            return next(words, "")
+        if re.fullmatch(r"-[a-zA-Z]*c", word):
+            return ""
+        if PYTHON_VALUED.fullmatch(word):
+            next(words, None)
+        elif not word.startswith("-"):
+            return Path(word).name
+    return ""
+
+
+def _simple_commands(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield the commands of a shell's text that run in any case: not one behind ``||``, nor those of an ``if``."""
+    lexer = shlex.shlex(text.replace("\\\n", " ").replace("\n", ";"), posix=True, punctuation_chars=True)
+    lexer.commenters, lexer.whitespace_split = "", True
+    with contextlib.suppress(ValueError):  # a quote that is not closed: the shell says so
+        before = ""
+        for is_mark, group in itertools.groupby(lexer, lambda word: not word.strip("();<>|&")):
+            words = tuple(itertools.dropwhile(_ASSIGNMENT.match, group))
+            if is_mark:
+                before = "".join(words)
+            elif words and "||" not in before:
+                yield words
 
 
 def refuse_options(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import itertools
 import os
 import re
 import shlex
@@ -14,17 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nodekit.deploy.host import programs
-from nodekit.deploy.plan.command import PYTHON, TRAINING_MODULE, argv_of
+from nodekit.deploy.plan.command import (
+    PYTHON,
+    PYTHON_NAME,
+    PYTHON_VALUED,
+    SHELLS,
+    TRAINING_MODULE,
+    argv_of,
+    wrapped,
+)
 from nodekit.deploy.sync import selection
 from nodekit.inventory.errors import KitError
 from nodekit.inventory.schema import Inventory
 
 MAX_FILES = 500  # the most files of the project that are parsed
 _MAX_ENTRIES = 20_000  # the most folders of the project that are searched for a module
-_SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
 # Options whose value is the next word, and options without a script.
 _SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
-_PYTHON_VALUED = re.compile(r"-[a-zA-Z]*[WX]|--check-hash-based-pycs")
 _NO_SCRIPT = re.compile(r"-$|-(?![WX-])[a-zA-Z]*[cms]")
 _PLACE = re.compile(r"f?['\"](tcp|file)://")
 _ADDRESS = re.compile(r"(--?[\w-]+=)?tcp://\S+:\d+$")  # not file://, which may be anything
@@ -98,14 +103,13 @@ def _needed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         found = [], []  # it stands for the node's own interpreter
     name = Path(program).name
     script = None
-    if name == "env":
-        words = list(itertools.dropwhile(lambda word: "=" in word, words))
-        more = _needed(words) if words and not words[0].startswith("-") else ([], [])
+    if rest := wrapped(argv):
+        more = _needed(rest)
         return found[0] + more[0], found[1] + more[1]
-    if name in _SHELLS:
+    if name in SHELLS:
         script = _first_operand(words, valued=_SHELL_VALUED)
-    elif re.fullmatch(r"(python|pypy)[\d.]*", name):
-        script = _first_operand(words, valued=_PYTHON_VALUED)
+    elif PYTHON_NAME.fullmatch(name):
+        script = _first_operand(words, valued=PYTHON_VALUED)
     return found[0], found[1] + ([] if script is None else [script])
 
 

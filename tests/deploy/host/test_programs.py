@@ -116,6 +116,8 @@ def test_an_absolute_path_is_what_the_hosts_say_it_is(tmp_path: Path) -> None:
         (["python3", "-W", "ignore", "-X", "dev", "-Wcome", "train.py"], ("python3",), ""),
         (["python", "-c", "nope.py"], (), ""),
         (["env", "A=1", "nsys", "profile", "nope.py"], ("env", "nsys"), ""),
+        (["nohup", "nice", "-n", "5", "bash", "run.sh"], ("nohup", "nice", "bash"), ""),
+        (["numactl", "-N", "0", "bash", "nope.sh"], (), "no nope.sh in {code}"),
         (["nope.py"], (), "no nope.py in {code}, the folder that is synced; run kit from"),
         (["python", "nope"], (), "no nope in {code}"),
         (["./nope"], (), "no ./nope in {code}"),

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -216,6 +217,11 @@ def test_a_python_command_runs_in_the_nodes_python_and_any_other_as_it_is(
         ("srun torchrun train.py", "srun", "train.py"),
         ("fabric run --devices 2 train.py", "fabric", "train.py"),
         ("accelerate-launch train.py", "accelerate-launch", "train.py"),
+        (
+            "/venv/bin/python3 -W ignore -m torch.distributed.run train.py",
+            "torch.distributed.run",
+            "train.py",
+        ),
     ],
 )
 def test_another_launcher_is_refused_with_what_to_say_in_its_place(
@@ -225,6 +231,47 @@ def test_another_launcher_is_refused_with_what_to_say_in_its_place(
         argv_of(inventory(tmp_path, TWO), command.split())
     assert str(refused.value).startswith(f"the command begins with {name}; kit starts the ranks")
     assert str(refused.value).endswith(f"kit up … -- {instead}")
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "instead"),
+    [
+        ("env X=1 -u Y torchrun --nproc-per-node 8 train.py --lr 1", "torchrun", "env X=1 -u Y python train.py --lr 1"),
+        ("nohup nice -n 5 accelerate launch train.py", "accelerate", "nohup nice -n 5 python train.py"),
+        ("time -p python -m torch.distributed.run t.py", "torch.distributed.run", "time -p python t.py"),
+        ("stdbuf -oL -e L torchrun train.py", "torchrun", "stdbuf -oL -e L python train.py"),
+        ("numactl -N 0 --membind=0 deepspeed train.py", "deepspeed", "numactl -N 0 --membind=0 python train.py"),
+        ("taskset -c 0-3 timeout -s KILL 60 srun x.py", "srun", "taskset -c 0-3 timeout -s KILL 60 python x.py"),
+        ("bash -lc 'source x; A=1 exec torchrun train.py && echo 1'", "torchrun", "python train.py"),
+        ("env A=1 sh -c 'cd x\ntorchrun train.py'", "torchrun", "python train.py"),
+    ],
+)  # fmt: skip
+def test_a_launcher_behind_another_program_is_refused_with_what_to_write_in_its_place(
+    tmp_path: Path, command: str, name: str, instead: str
+) -> None:
+    with pytest.raises(KitError) as refused:
+        argv_of(inventory(tmp_path, TWO), shlex.split(command))
+    assert str(refused.value).startswith(f"the command runs {name}; kit starts the ranks")
+    assert re.search(rf"write python in its place: (kit up … -- )?{re.escape(instead)}$", str(refused.value))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "env X=torchrun python train.py torchrun",
+        "bash -c '[ -n \"$RANK\" ] && python train.py || torchrun train.py'",
+        "bash -c 'if [ -z \"$RANK\" ]; then torchrun train.py; else python train.py; fi'",
+        "bash -c 'which torchrun; echo \"not closed'",
+        "python3 -c torchrun",
+        "bash run.sh torchrun",
+        "timeout 5",
+        "env",
+    ],
+)
+def test_a_command_that_may_not_run_the_launcher_that_it_names_is_let_through(
+    tmp_path: Path, command: str
+) -> None:
+    assert argv_of(inventory(tmp_path, TWO), shlex.split(command)) == tuple(shlex.split(command))
 
 
 def test_the_plan_reads_well_and_is_json_for_programs(tmp_path: Path) -> None:
