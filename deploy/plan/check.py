@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import ipaddress
 import posixpath
+import re
 import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from nodekit.deploy.connect.channel import HostChannel, all_or_raise, on_all
 from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
+from nodekit.deploy.host import programs
 from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.plan import gpus
 from nodekit.deploy.plan.findings import Finding
@@ -392,9 +394,18 @@ def _file_problem(host: Host, found: Facts, inventory: Inventory) -> Problem | N
     if not Path(name).is_absolute():
         if "PATH" in {**host.env, **inventory.job.env}:
             return None  # the ranks' PATH is not the one that was searched
+        if kind := programs.kind(
+            str(code / name)
+        ):  # behind another program: as the first word, it is ./NAME already
+            return Problem(
+                f"no program {name} on its PATH; that of {code}, the folder that is synced, needs its path here",
+                cure=f"say {'python ' if kind == 'python' else './'}{name}",
+            )
+        cure = "install it there, or give its path"
+        if re.match(r"[A-Za-z_]\w*=", name):
+            cure = f"write env in front of it, or set {name.partition('=')[0]} under job.env"
         return Problem(
-            f"no program {name} on its PATH, and no such file in {code}, the folder that is synced",
-            cure="install it there, or give its path",
+            f"no program {name} on its PATH, and no such file in {code}, the folder that is synced", cure=cure
         )
     cure = "lay it at the same place on each host, or into the folder that is synced (job.code)"
     if Path(name).is_relative_to(code):
