@@ -6,10 +6,11 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +25,8 @@ from nodekit.inventory.errors import KitError
 # A file that changes within one tick of the kernel's clock after it was hashed could keep its stat. So no hash is
 # cached of a file that was modified so shortly before. (git calls this "racily clean".)
 _RACY_NS = 100_000_000
+_WORKDIR_FOLDERS = ("code/", "envs/", "kit/", "runs/")
+_UNOPENED = "warning: could not open directory '"  # git's words
 
 
 class Entry(NamedTuple):
@@ -79,8 +82,9 @@ def list_code(folder: Path) -> Tree:
 
     In a git work tree these are the files that git tracks or would add; elsewhere all files except those that a
     ``.gitignore`` excludes. A ``.kitignore`` (the same syntax, in any folder) excludes more, and includes with ``!``
-    (deploy/sync/selection.py). kit's own cache and state on this machine are never sent. As in git, empty folders are
-    not kept. A link is kept if it points into the tree; an absolute one is made relative.
+    (deploy/sync/selection.py). What kit itself keeps on this machine is never sent: its cache and state, and the
+    folders of nodes. As in git, empty folders are not kept. A link is kept if it points into the tree; an absolute one
+    is made relative.
 
     Raises:
         KitError: with all problems in one message: links that would be broken on a host, special files, and files that
@@ -102,7 +106,8 @@ def list_code(folder: Path) -> Tree:
         f"{folder.relative_to(root)}/"
         for folder in (cache_folder().resolve(), state_folder().resolve())
         if folder.is_relative_to(root)
-    )
+    ) + tuple(_workdirs(root, selection.paths))
+    problems = [each for each in problems if not each.removeprefix(_UNOPENED).startswith(kits)]
     for path in selection.paths:
         if path.startswith(kits):
             continue
@@ -140,6 +145,19 @@ def list_code(folder: Path) -> Tree:
     entries.sort()
     digest = host.digest_of([list(entry) for entry in entries])
     return Tree(root=root, entries=tuple(entries), digest=digest, stats=stats, ignored=selection.ignored)
+
+
+def _workdirs(root: Path, paths: Iterable[str]) -> Iterator[str]:
+    """Yield the beginnings of paths that are kit's own in workdirs below the root, of nodes on this machine.
+
+    A workdir is known by the id that `hostfacts.folder_id` has written into it.
+    """
+    for path in paths:
+        folder, slash, name = path.rpartition("/")
+        if name == ".id" and (root / folder / "kit").is_dir():
+            with contextlib.suppress(OSError):
+                if re.fullmatch("[0-9a-f]{16}", (root / path).read_text(errors="replace")):
+                    yield from (f"{folder}{slash}{own}" for own in (".id", "bench-", *_WORKDIR_FOLDERS))
 
 
 def _kind(mode: int) -> str:

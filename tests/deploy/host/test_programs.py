@@ -161,10 +161,10 @@ def test_a_file_that_no_host_would_have_is_refused_and_what_only_the_hosts_know_
          "folder that is synced, so say a/train.py"),
         ("nsys", "", "gpu2: no program nsys on its PATH, and no such file in {code}, the folder that is synced"),
         ("nsys", "job: {env: {PATH: /x}}\n", ""),
-        ("X=1", "", "gpu2: no program X=1 on its PATH, and no such file in {code}, the folder that is synced; write env "
-         "in front of it, or set X under job.env"),
-        ("t.py", "", "gpu2: no program t.py on its PATH; that of {code}, the folder that is synced, needs its path here; "
-         "say python t.py"),
+        ("X=1", "", "gpu2: no program X=1 on its PATH, and no such file in {code}, the folder that is synced; write "
+         "env in front of it, or set X under job.env"),
+        ("t.py", "", "gpu2: no program t.py on its PATH; that of {code}, the folder that is synced, needs its path "
+         "here; say python t.py"),
     ],
 )  # fmt: skip
 def test_hosts_that_lack_what_the_command_runs_are_named(

@@ -19,6 +19,7 @@ from agents import until
 
 from nodekit.deploy.connect import ssh
 from nodekit.deploy.connect.channel import HostChannel, open_local, open_ssh
+from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.sync import listing, progress, sync, transfer
 from nodekit.deploy.sync.sync import Progress, SyncResult, Target, list_code
 from nodekit.inventory.errors import HostError, KitError
@@ -95,6 +96,26 @@ def test_git_tree_is_what_git_would_offer(tmp_path: Path) -> None:
     assert paths(tmp_path) == [".gitignore", "a b/ü.py", "kept.py", "untracked.py"]
     assert paths(tmp_path / "a b") == ["ü.py"]
     assert paths(tmp_path / "out") == ["model.pt"]  # git ignores it, the user named it
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_what_kit_keeps_on_this_machine_for_its_nodes_is_not_sent(tmp_path: Path, with_git: bool) -> None:
+    """As from the home folder, after `kit up local` from another one: it has named pipes, and tokens."""
+    if with_git:
+        git(tmp_path, "init", "-q")
+    write(tmp_path / "train.py")
+    write(tmp_path / "own/.id", b"0123456789abcdef")  # another program's: there is no kit beside it
+    write(tmp_path / "own/runs/1")
+    workdir = tmp_path / "nodekit/local"
+    workdir.mkdir(parents=True)
+    hostfacts.folder_id(str(workdir))
+    write(workdir / "kit/abc/nodekit/__init__.py")
+    spec = write(workdir / "runs/local-1/node1/spec.json")
+    write(workdir / "code/abc/train.py")
+    write(workdir / "bench-1/x")
+    write(workdir / "notes.txt")
+    os.mkfifo(spec.with_name("agent"))
+    assert paths(tmp_path) == ["nodekit/local/notes.txt", "own/.id", "own/runs/1", "train.py"]
 
 
 @pytest.mark.parametrize("with_git", [False, True], ids=["no git", "git"])
