@@ -189,3 +189,25 @@ def test_the_same_command_is_not_said_to_go_on_where_it_was_refused(
     (tmp_path / "g0000-s000000001.json").touch()
     world: Any = SimpleNamespace(node_rank=0, snapshot_dir=tmp_path)
     assert f"{tmp_path}{said} from there" in node_lines.end(world, tmp_path, exit_status=exit_status)
+
+
+def test_a_progress_file_that_was_removed_or_not_writable_for_a_while_is_written_again(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that is silent from then on would be taken for one that hangs."""
+    file = tmp_path / "progress" / "rank0"
+    file.parent.mkdir()
+    world = World.from_env({"NODEKIT_PROGRESS_FILE": str(file)})
+    with Report(world, tmp_path, step=0, total_steps=9, is_evaluated=True) as report:
+        report.alive(at_once=True)
+        file.unlink()
+        report.alive(at_once=True)
+        assert file.read_text().startswith("0/9")
+        file.unlink()
+        file.parent.rmdir()
+        report.alive(at_once=True)
+        report.alive(at_once=True)
+        assert caplog.text.count("cannot be written, and is tried again") == 1
+        file.parent.mkdir()
+        report.alive(at_once=True)
+        assert file.read_text().startswith("0/9")

@@ -1,5 +1,6 @@
 """The reports of a run: printed lines, metrics.jsonl, result.json, TensorBoard and kit's progress file."""
 
+import contextlib
 import json
 import logging
 import os
@@ -84,6 +85,7 @@ class Report:
         self._epoch_and_loss: tuple[int, float] | None = None  # of the last step; None before the first one
         self._open_metrics(step, is_evaluated=is_evaluated)
         self._tracker = self._start_tracker(track, settings or {}) if track and world.is_main else None
+        self._is_closed = self._is_progress_warned = False
         self._progress = self._open_progress()
         self._bar: Any = None
         if world.is_main and sys.stderr.isatty():
@@ -97,11 +99,12 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for each in (self._bar, self._curves, self._metrics, self._progress):
+        for each in (self._bar, self._curves, self._metrics):
             if each is not None:
                 each.close()
         # A failed rank that still waits for its snapshot may call `alive`.
-        self._progress = None
+        self._is_closed = True
+        self._close_progress()
         if self._tracker is not None:
             self._tracker.close(is_trained=self._is_trained)
 
@@ -205,18 +208,22 @@ class Report:
     def alive(self, *, at_once: bool = False) -> None:
         """Report the step to kit, which shows that this rank is not hanging; at most twice a second."""
         now = time.monotonic()
-        if self._progress is None or not (at_once or now - self._last_progress >= _PROGRESS_EVERY_S):
+        if self._is_closed or not (at_once or now - self._last_progress >= _PROGRESS_EVERY_S):
             return
         self._last_progress = now
         # One write for the whole line: a concurrent reader finds the old one or the new one.
         line = f"{self._step}/{self._total_steps} {self._progress_text}".ljust(_PROGRESS_BYTES - 1) + "\n"
         try:
-            self._progress.seek(0)
-            self._progress.write(line.encode())
+            if self._progress is not None and not os.fstat(self._progress.fileno()).st_nlink:
+                self._close_progress()  # a clean-up has removed the file: nobody would read what is written to it
+            if self._progress is None:
+                self._progress = self._open_progress()
+            if self._progress is not None:
+                self._progress.seek(0)
+                self._progress.write(line.encode())
         except OSError as error:
-            log.warning("%s is no longer written: %s", self._world.progress_file, error)
-            self._progress.close()
-            self._progress = None
+            self._warn_of_progress(error)
+            self._close_progress()  # and try again: a rank that stays silent would be taken for one that hangs
 
     def settle(self) -> None:
         """Wait for imports in threads; call it before processes are forked."""
@@ -346,8 +353,19 @@ class Report:
         try:
             return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0)
         except OSError as error:
-            log.warning("%s is not written: %s", path, error)
+            self._warn_of_progress(error)
             return None
+
+    def _close_progress(self) -> None:
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            with contextlib.suppress(OSError):  # of a file server, told only now
+                progress.close()
+
+    def _warn_of_progress(self, error: OSError) -> None:
+        if not self._is_progress_warned:
+            self._is_progress_warned = True
+            log.warning("%s cannot be written, and is tried again: %s", self._world.progress_file, error)
 
 
 def _process_age_s() -> float | None:

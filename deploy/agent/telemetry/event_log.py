@@ -68,8 +68,6 @@ class EventLog:
         }
         self._reserve, self._has_reserve = self._folder / "reserve", False
         self._set_aside()
-        for name in ("logs", "progress", "told", "flight", "snapshots", "output"):
-            (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         self._ranks: set[int] | None = None  # of this attempt
         self.forget_progress()
         self._events = str(self._folder / "events.jsonl")
@@ -131,7 +129,12 @@ class EventLog:
             self._notes.begin(attempt, sees_snapshots=group_rank == 0 or not self._is_shared)
 
     def forget_progress(self) -> None:
-        """Remove the progress files of an earlier attempt's ranks."""
+        """Remove the progress files of an earlier attempt's ranks; make the folders that are missing.
+
+        A clean-up of old files may have removed some in mid-run.
+        """
+        for name in ("logs", "progress", "told", "flight", "snapshots", "output"):
+            (self._folder / name).mkdir(mode=0o700, exist_ok=True)
         with self._looking:
             for stale in self.progress_dir.iterdir():
                 stale.unlink(missing_ok=True)
@@ -254,7 +257,12 @@ class EventLog:
     def _progress(self) -> NodeStatus:
         """Return the status fields of the progress, taken from the rank whose report is the oldest."""
         said = self.progress().values()
-        if not said:  # a guess is shown to the user only: it does not count as progress
+        if not said:
+            with contextlib.suppress(
+                OSError
+            ):  # a clean-up may have removed the folder: the ranks write there again
+                self.progress_dir.mkdir(mode=0o700, exist_ok=True)
+            # A guess is shown to the user only: it does not count as progress.
             found = guess.of_file(self._guessed_from) if self._guessed_from else None
             if found is not None:
                 self._guesses.add((found["epoch"], found["step"]))
