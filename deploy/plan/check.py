@@ -367,6 +367,8 @@ def _workdir_problem(found: Facts) -> Problem | None:
 def _workdir_cure(found: Facts) -> str:
     if found.workdir_errno in ("ENOSPC", "EDQUOT"):
         return make_room(found)
+    if found.workdir_errno == "EROFS":
+        return mount_again(found)
     if found.workdir_errno == "EACCES":
         return permission(found, f"sudo install -d -o {found.user} {shlex.quote(found.workdir)}")
     return "set `workdir:` to a folder that can be made and written to there"
@@ -377,6 +379,14 @@ def permission(found: Facts, command: str) -> str:
     if found.workdir_owner not in ("", "root", found.user):
         return f"that folder is {found.workdir_owner}'s: set `workdir:` to one of {found.user}'s own"
     return f"{command}, or set `workdir:` to another folder"
+
+
+def mount_again(found: Facts) -> str:
+    """Return the cure of a file system that is read-only: no owner and no mode helps there."""
+    at = shlex.quote(found.workdir)
+    return (
+        f"see `findmnt -T {at}` and `sudo dmesg` there; mount it writable, or set `workdir:` to another disk"
+    )
 
 
 def make_room(found: Facts) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from nodekit.deploy.output.wording import count
 from nodekit.deploy.plan import script as scripts
-from nodekit.deploy.plan.check import NEEDED_BYTES, Facts, make_room, permission
+from nodekit.deploy.plan.check import NEEDED_BYTES, Facts, make_room, mount_again, permission
 from nodekit.deploy.plan.findings import Finding, Level
 from nodekit.deploy.plan.script import Script
 from nodekit.inventory.schema import Inventory
@@ -98,8 +98,11 @@ def _workdir(host: str, facts: Facts, place: Mapping[str, Any]) -> list[Finding]
     finding = functools.partial(Finding, "workdir", host)
     found = []
     if place["problem"]:
-        full = place["errno"] in ("ENOSPC", "EDQUOT")
-        cure = fill if full else permission(facts, f"sudo chown {facts.user} {quoted}")
+        cure = permission(facts, f"sudo chown {facts.user} {quoted}")
+        if place["errno"] in ("ENOSPC", "EDQUOT"):
+            cure = fill
+        elif place["errno"] == "EROFS":
+            cure = mount_again(facts)
         wanted = "a folder that kit may write to"
         found.append(finding("failure", f"nothing can be written to {place['problem']}", wanted, cure))
     elif NEEDED_BYTES <= facts.free_bytes < FEW_BYTES:  # less is a failure, reported by `check.needed`

@@ -516,6 +516,11 @@ def test_gpus_on_some_hosts_only_are_refused(tmp_path: Path) -> None:
             "what fills it",
         ),
         (
+            {"workdir_problem": "/x: Read-only file system", "workdir_errno": "EROFS"},
+            "gpu2: its workdir cannot be used: /x: Read-only file system, wanted a folder that kit may write to; see "
+            "`findmnt -T",
+        ),
+        (
             {"free_bytes": 10 * 2**20},
             "gpu2: only 10 MiB free in /home/train/nodekit, wanted at least 100 MiB",
         ),

@@ -443,6 +443,14 @@ def test_what_is_wrong_on_one_host_is_told_of_that_host_with_a_cure(
     assert all(each.wanted and each.cure for each in found if each.level != "ok")
 
 
+def test_no_owner_is_to_be_changed_where_the_disk_is_read_only(tmp_path: Path) -> None:
+    answer = probe()
+    answer["workdir"].update({"problem": "/w: Read-only file system", "errno": "EROFS"})
+    found = examined(tmp_path, "hosts: {gpu1: }\n", gpu1=(facts("gpu1"), answer))
+    (cure,) = [each.cure for each in found if each.level == "failure"]
+    assert cure.startswith("see `findmnt -T /home/train/nodekit` and `sudo dmesg` there; mount it writable")
+
+
 def test_another_cuda_runtime_than_most_hosts_have_is_a_failure(tmp_path: Path) -> None:
     hosts = {name: (facts(name, torch_build="cuda 12.8"), probe()) for name in ("gpu1", "gpu3")}
     hosts["gpu2"] = (facts("gpu2", torch_build="cuda 12.6"), probe())
