@@ -68,6 +68,9 @@ class HangDiagnosis:
         sizes = {rank: _size(log, self._pids.get(rank, 0)) for rank, log in self._logs.items()}
         self._watch.observe(time.monotonic(), progress, sizes)
         suspicion = self._watch.suspect(time.monotonic())
+        if suspicion is not None and self._record.cannot_be_told():
+            self._watch.excuse()
+            suspicion = None
         text = suspicion.text if suspicion else ""
         store = self._formed.store
         try:

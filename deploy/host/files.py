@@ -191,6 +191,20 @@ def append_whole(handle: int, data: bytes, path: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
+def unwritable(folder: str) -> str:
+    """Return why nothing can be written to a folder, with its path; "" if it can be, or is full, or is not known.
+
+    A file system that the kernel has made read-only after an error does not say so (ext4 since Linux 6.14): a file
+    without a name is tried, which nobody who watches the folder sees.
+    """
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        if error.errno in (errno.EROFS, errno.EIO, errno.ESTALE):
+            return "nothing can be written to %s: %s" % (folder, error.strerror)
+    return ""
+
+
 def end_torn_line(path: str) -> None:
     """End a last line that a crash has torn, so that the next one is not glued to it."""
     try:

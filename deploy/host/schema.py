@@ -128,6 +128,8 @@ class HostStatus(TypedDict, total=False):
     """Generation and step of the newest committed snapshot."""
     agent: str
     agent_log: str
+    unwritable: str
+    """Why the agent and its ranks can write nothing to the node's folder, with its path; absent if they can."""
 
 
 class NodeStatus(HostStatus, total=False):

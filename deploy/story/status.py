@@ -29,6 +29,12 @@ def absence(seen: NodeStatus) -> str:
     return "gone" if seen.get("agent") else "spare"
 
 
+def unwritable(seen: NodeStatus) -> str:
+    """Return why nothing can be written to the node's folder, and what to do; "" if it can be."""
+    found = seen.get("unwritable")
+    return f"{found}; see why with `sudo dmesg` there, and mount it writable again" if found else ""
+
+
 def status_line(seen: NodeStatus, *, now: float) -> str:
     """Return a node's status line: its state, then its ranks, attempt and progress, and how old the progress is."""
     parts = [str(seen.get("state", "starting"))]
@@ -46,7 +52,9 @@ def status_line(seen: NodeStatus, *, now: float) -> str:
     if seen.get("progress"):
         parts.append(f"step {seen['progress']}")
         quiet = now - float(seen["progress_time"] or now)
-        if quiet > 5 and seen.get("state") == "running":
+        if seen.get("unwritable"):
+            parts.append(f"({quiet:.0f} s ago)")  # the ranks may go on: they cannot tell
+        elif quiet > 5 and seen.get("state") == "running":
             parts.append(f"(no progress for {quiet:.0f} s)")
     elif stage := seen.get("stage"):
         parts.append(str(stage))
@@ -56,4 +64,6 @@ def status_line(seen: NodeStatus, *, now: float) -> str:
         parts.append(str(seen["blocked"]))
     if seen.get("message"):
         parts.append(str(seen["message"]))
+    if seen.get("unwritable"):
+        parts.append(unwritable(seen))
     return terminal.harmless("  ".join(parts), colours=False).replace("\n", " ")

@@ -45,6 +45,7 @@ class Told:
     no_progress: bool = False
     """Whether restarts brought no progress."""
     notice: str = ""
+    unwritable: str = ""
     """The last notice of its agent, which the user has seen."""
     silent_since: float = 0.0
     """Since when the node is unreachable, in seconds since 1970; 0 if it is reachable."""

@@ -25,7 +25,7 @@ from nodekit.deploy.records import runs
 from nodekit.deploy.records.events import CLOCK_SET_S, Follower, Gatherer
 from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.story.event_text import out_of_the_job
-from nodekit.deploy.story.status import absence, status_line
+from nodekit.deploy.story.status import absence, status_line, unwritable
 from nodekit.deploy.story.verdict import Told, Verdict, verdict
 from nodekit.deploy.supervise import drain, policy
 from nodekit.deploy.supervise.node_client import BrokenHost, NodeClient
@@ -559,6 +559,11 @@ class Supervisor:
                 self._view.say(text, is_event=True)
         if (notice := str(status.get("notice") or "")) != told.notice and notice:
             self._view.say(notice)
+        unfit = unwritable(status)
+        if unfit and unfit != told.unwritable:
+            text = f"warning: {name}: {unfit}"
+            self._view.say(text, is_event=True)
+            self._note("said", text=text)
         state = str(status.get("state") or ("starting" if status.get("agent") else ""))
         message = str(status.get("message") or "")
         cure = str(status.get("cure") or "")
@@ -573,6 +578,7 @@ class Supervisor:
             cure=cure,
             no_progress=bool(status.get("no_progress")),
             notice=notice,
+            unwritable=unfit or told.unwritable,  # not told again and again
             attempt=str(status.get("attempt") or told.attempt),
             ranks=tuple(each["rank"] for each in status.get("workers") or ()) or told.ranks,
             ended=tuple(status.get("ended") or ()),

@@ -207,6 +207,13 @@ class Watch:
         """Whether some rank has reported progress in this attempt."""
         return self._changed is not None
 
+    def excuse(self) -> None:
+        """Count silence from now on only: the ranks had no way to report their progress."""
+        if self._changed is not None:
+            self._changed = self._clock
+        for each in self._ranks.values():
+            each.since = self._clock
+
     def be_more_patient(self) -> None:
         """Double the limit from the next attempt on, since this alarm may be false."""
         self.learnt.patience = min(self._patience * 2, _MAX_PATIENCE)

@@ -150,6 +150,10 @@ class EventLog:
         ranks, said = self._ranks, hang.read_progress(self.progress_dir)
         return said if ranks is None else {rank: each for rank, each in said.items() if rank in ranks}
 
+    def cannot_be_told(self) -> bool:
+        """Whether the ranks' files cannot be written now, so that their silence says nothing."""
+        return bool(files.unwritable(str(self._folder)))
+
     def update(self, **changes: Unpack[NodeStatus]) -> None:
         """Change the status, and write it to disk if it differs, or if a state is given."""
         with self._lock:

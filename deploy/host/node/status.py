@@ -12,6 +12,9 @@ from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.schema import AgentRecord, NodeStatus, Worker
 
 HELD_S = 30.0  # how long a node's last known snapshot stands in for a folder that cannot be listed
+SILENT_S = (
+    5.0  # after so long without a new status, see whether the agent can write one; it does every two seconds
+)
 _SNAPSHOT = re.compile(
     r"g(\d{4,})-s(\d{9,})\.json"
 )  # as nodekit.training.snapshots.files.manifest names a committed one
@@ -72,6 +75,8 @@ def status(node_dir: str) -> NodeStatus:
     found["granted"] = files.load(os.path.join(node_dir, "electorate.json"))
     found["snapshot"] = newest_snapshot(snapshot_folder(node_dir))
     found["agent"] = "%s.%s" % (record["pid"], record["start_time"]) if record else ""
+    if time.time() - found.get("time", 0.0) > SILENT_S and (why := files.unwritable(node_dir)):
+        found["unwritable"] = why
     if not alive:
         found["generation"] = max(found.get("generation", -1), load_spec(node_dir).get("generation", -1))
         log_from = record.get("log_from", 0) if record else 0  # an earlier kit's record has none

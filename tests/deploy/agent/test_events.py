@@ -1,10 +1,13 @@
 """Events: gathered from the nodes once each, whoever gathers; torn lines; what an agent notes by itself."""
 
 import ast
+import dataclasses
 import errno
 import json
 import os
 import re
+import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +24,7 @@ from nodekit.deploy.agent.telemetry.notes import Notes, parse_progress, pause_s
 from nodekit.deploy.agent.telemetry.usage import Usage
 from nodekit.deploy.host import current_status, files, schema
 from nodekit.deploy.host.logs import hostfollow
+from nodekit.deploy.host.node import status
 from nodekit.deploy.records import events
 from nodekit.deploy.story.status import status_line
 
@@ -315,6 +319,44 @@ def test_what_was_set_aside_for_a_full_disk_is_so_again_when_there_is_room(
         assert not reserve.exists(), "it has not given room up to take it back"
     record.event("logs-cut")
     assert reserve.stat().st_size == event_log.RESERVE_BYTES
+
+
+def test_a_clean_up_of_old_files_ends_no_agent_and_its_ranks_progress_is_read_again(agents: Agents):
+    spec = agents.spec("n0")
+    folder = Path(spec.node_dir)
+    folder.mkdir()
+    record = EventLog(spec)
+    record.begin("0.0", ranks=[0], group_rank=0, log_of_rank_0="")
+    for name in ("logs", "progress", "told", "flight"):
+        shutil.rmtree(folder / name)
+    record.look()
+    (folder / "progress/rank0").write_text("7/9\n")
+    record.look()
+    assert record.step == 7
+    shutil.rmtree(folder / "progress")
+    record.begin("0.1", ranks=[0], group_rank=0, log_of_rank_0="")
+    assert {each.name for each in folder.iterdir()} >= {"logs", "progress", "told", "flight"}
+    record.end("stopped")
+
+
+def test_a_node_that_can_write_nothing_is_told_so_by_its_host(
+    agents: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its agent cannot; the ranks may train on."""
+    disk = tmp_path / "disk"
+    with small_disk(disk):
+        spec = agents.spec("n0")
+        record = EventLog(dataclasses.replace(spec, node_dir=str(disk)))
+        record.update(state="running", rank=0, world_size=1, progress="7/9", progress_time=time.time())
+        assert not record.cannot_be_told()
+        assert "unwritable" not in status.status(str(disk))
+        record._ended.set()
+        monkeypatch.setattr(status, "SILENT_S", -1.0)
+        assert "unwritable" not in status.status(str(disk))
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert record.cannot_be_told()
+        line = status_line(status.status(str(disk)), now=time.time() + 30)
+    assert f"(30 s ago)  nothing can be written to {disk}: Read-only file system; see why with `sudo" in line
 
 
 def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from agents import until
@@ -930,6 +931,35 @@ def test_a_clock_that_is_set_makes_no_rank_linger(tmp_path: Path, monkeypatch: p
     assert time.monotonic() - begun > hang.FLOOR_S
     assert until(lambda: diagnosis.finds_a_hang(lambda: None), what="the end of patience")
     assert told == ["lingering"]
+
+
+def test_ranks_whose_files_cannot_be_written_are_not_taken_for_hanging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_diagnosis, "LOOK_S", 0.0)
+    formed = SimpleNamespace(
+        store=SimpleNamespace(get=lambda _: None), members=("n0",), without=lambda _: ["n0"]
+    )
+    is_lost, shared = [True], list[str]()
+    record = SimpleNamespace(
+        progress=lambda: hang.read_progress(tmp_path), event=Mock(), cannot_be_told=lambda: is_lost[0]
+    )
+    diagnosis = hang_diagnosis.HangDiagnosis(0.2, record)  # type: ignore[arg-type]  # all that is used of it
+    monkeypatch.setattr(diagnosis, "_share", lambda key, **_: shared.append(key))
+    monkeypatch.setattr(diagnosis, "_explain", lambda *_: (Mock(ranks=(0,)), []))
+    formed.world_size = 1
+    diagnosis.begin(formed, {}, {})  # type: ignore[arg-type]  # the same
+    for step in range(1, 4):
+        (tmp_path / "rank0").write_text(f"{step}/10")
+        assert not diagnosis.finds_a_hang(lambda: None)
+    ends = time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        assert not diagnosis.finds_a_hang(lambda: None)
+        time.sleep(0.02)
+    is_lost[0] = False
+    assert not diagnosis.finds_a_hang(lambda: None), "the disk is back, and the next step not yet"
+    assert until(lambda: diagnosis.finds_a_hang(lambda: None), what="the hang")
+    assert shared == ["hang"]
 
 
 def test_a_rank_whose_log_was_removed_is_still_heard(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """The files of a host: private, and made in folders that are."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from disks import full, small_disk
 
 from nodekit.deploy.host import files
 
@@ -39,3 +41,16 @@ def test_two_writers_of_a_shared_folder_may_have_the_same_pid(
     files.write_private(path, b"ours")
     assert Path(path).read_bytes() == b"ours"
     assert files.names(str(tmp_path)) == ["fence"]
+
+
+def test_a_folder_on_a_read_only_disk_is_told_with_its_path_and_a_full_or_missing_one_is_not(
+    tmp_path: Path,
+) -> None:
+    disk = tmp_path / "disk"
+    with small_disk(disk):
+        with full(disk):
+            assert files.unwritable(str(disk)) == ""
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert files.unwritable(str(disk)) == f"nothing can be written to {disk}: Read-only file system"
+    assert list(disk.iterdir()) == []
+    assert files.unwritable(str(disk)) == files.unwritable(str(disk / "none")) == ""

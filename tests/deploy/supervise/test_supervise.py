@@ -729,6 +729,21 @@ def test_the_words_of_who_lost_another_rank_are_not_said_a_second_time(
     ]
 
 
+def test_a_node_that_can_write_nothing_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with supervising(Nodes(tmp_path, monkeypatch), monkeypatch, lambda state, _: (state, [])) as (
+        supervisor,
+        view,
+    ):
+        status: Any = {"alive": True, "state": "running"}
+        why = "nothing can be written to /r/a: Read-only file system"
+        for each in (status, {**status, "unwritable": why}, status, {**status, "unwritable": why}):
+            supervisor._tell("a", each)
+    told = [text for text in view.said if why in text]
+    assert told == [f"warning: a: {why}; see why with `sudo dmesg` there, and mount it writable again"]
+
+
 def test_the_failures_of_weeks_are_compared_only_when_there_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
