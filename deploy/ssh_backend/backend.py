@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nodekit.deploy.connect import cluster
-from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, on_all
+from nodekit.deploy.connect.channel import CALL_TIMEOUT_S, HostChannel, RemoteError, on_all
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.host.logs import logbook
 from nodekit.deploy.host.schema import NodeStatus
@@ -171,7 +171,8 @@ class SshBackend:
     def status(self, run: Run, ssh: SshOptions) -> Status:
         """Return the status of a run and its nodes; for an unreachable node, its last known status."""
         with cluster.channels(restore(run.inventory).hosts, ssh, some=True) as channels:
-            found = _statuses(run, channels)
+            answers = _answers(run, channels)
+        found = _found(answers)
         is_starting = locks.is_starting(run)
         is_watched = is_starting or locks.is_supervised(run)
         state = run.as_recorded().state  # it may have changed since
@@ -211,6 +212,8 @@ class SshBackend:
                 lines[name] = out or status_line(status, now=time.time() + run.clock_offsets.get(name, 0.0))
                 continue
             lines[name] = "unreachable"
+            if isinstance(error := answers.get(name), RemoteError):  # the host answers, and its disk does not
+                lines[name] = f"its status cannot be read: {error.problem.found}"
             if name in last:
                 when = time.strftime("%m-%d %H:%M:%S", time.localtime(last[name]["time"]))
                 lines[name] += f"; last heard of {when}: {status_line(last[name], now=last[name]['time'])}"
@@ -362,15 +365,22 @@ def _earlier_logs(client: NodeClient) -> dict[str, dict[str, int]]:
     }
 
 
-def _statuses(run: Run, channels: Mapping[str, HostChannel]) -> dict[str, NodeStatus]:
-    """Return the status of each reachable node."""
-    results = on_all(
+def _answers(run: Run, channels: Mapping[str, HostChannel]) -> dict[str, NodeStatus | Exception]:
+    return on_all(
         {name: channel for name, channel in channels.items() if name in run.nodes},
         lambda channel: channel.call(
             "status", timeout_s=CALL_TIMEOUT_S, node_dir=run.nodes[channel.host]["node_dir"]
         ),
     )
-    return {name: result for name, result in results.items() if not isinstance(result, Exception)}
+
+
+def _found(answers: Mapping[str, NodeStatus | Exception]) -> dict[str, NodeStatus]:
+    return {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
+
+
+def _statuses(run: Run, channels: Mapping[str, HostChannel]) -> dict[str, NodeStatus]:
+    """Return the status of each reachable node."""
+    return _found(_answers(run, channels))
 
 
 def _settle(run: Run, channels: Mapping[str, HostChannel]) -> None:
