@@ -7,10 +7,12 @@ import json
 import os
 import pwd
 import stat
+import threading
 import time
-from typing import Any, Callable, List, Optional, TypeVar, Union
+from typing import Any, Callable, Dict, List, Optional, TypeVar, Union
 
 T = TypeVar("T")
+_trying: Dict[str, threading.Thread] = {}  # folder → who tries to write there
 
 PATIENCE_S = 1.0  # how long a failing read is retried by default
 NOT_FOUND = (FileNotFoundError, NotADirectoryError)
@@ -197,12 +199,25 @@ def unwritable(folder: str) -> str:
     A file system that the kernel has made read-only after an error does not say so (ext4 since Linux 6.14): a file
     without a name is tried, which nobody who watches the folder sees.
     """
+    why: List[str] = []
+    trying = _trying.get(folder)  # an earlier try may still wait for the disk
+    if trying is None:
+        trying = _trying[folder] = threading.Thread(target=_try_to_write, args=(folder, why), daemon=True)
+        trying.start()
+    trying.join(PATIENCE_S)
+    if trying.is_alive():
+        why = ["its disk does not answer"]
+    else:
+        _trying.pop(folder, None)
+    return "nothing can be written to %s: %s" % (folder, why[0]) if why else ""
+
+
+def _try_to_write(folder: str, why: List[str]) -> None:
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EIO, errno.ESTALE):
-            return "nothing can be written to %s: %s" % (folder, error.strerror)
-    return ""
+            why.append(error.strerror)
 
 
 def end_torn_line(path: str) -> None:

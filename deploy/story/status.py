@@ -32,7 +32,7 @@ def absence(seen: NodeStatus) -> str:
 def unwritable(seen: NodeStatus) -> str:
     """Return why nothing can be written to the node's folder, and what to do; "" if it can be."""
     found = seen.get("unwritable")
-    return f"{found}; see why with `sudo dmesg` there, and mount it writable again" if found else ""
+    return f"{found}; see to that disk (`sudo dmesg` there tells more)" if found else ""
 
 
 def status_line(seen: NodeStatus, *, now: float) -> str:

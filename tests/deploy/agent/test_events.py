@@ -356,7 +356,7 @@ def test_a_node_that_can_write_nothing_is_told_so_by_its_host(
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         assert record.cannot_be_told()
         line = status_line(status.status(str(disk)), now=time.time() + 30)
-    assert f"(30 s ago)  nothing can be written to {disk}: Read-only file system; see why with `sudo" in line
+    assert f"(30 s ago)  nothing can be written to {disk}: Read-only file system; see to that disk" in line
 
 
 def test_what_rank_0_prints_is_a_guess_and_no_progress(agents: Agents):

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,15 @@ def test_a_folder_on_a_read_only_disk_is_told_with_its_path_and_a_full_or_missin
         assert files.unwritable(str(disk)) == f"nothing can be written to {disk}: Read-only file system"
     assert list(disk.iterdir()) == []
     assert files.unwritable(str(disk)) == files.unwritable(str(disk / "none")) == ""
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, opened = threading.Event(), os.open
+    monkeypatch.setattr(files, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(os, "open", lambda *args, **more: answers.wait(60) and opened(*args, **more))
+    for _ in range(2):
+        why = f"nothing can be written to {tmp_path}: its disk does not answer"
+        assert files.unwritable(str(tmp_path)) == why
+    answers.set()
+    files._trying[str(tmp_path)].join()
+    assert files.unwritable(str(tmp_path)) == ""
