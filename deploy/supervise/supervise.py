@@ -446,7 +446,12 @@ class Supervisor:
             if seen.reachable or name not in self._heard:
                 self._note_error("unreachable", name, value)
                 why = "; ".join(each.problem.found for each in value.errors)
-                self._view.say(f"{name}: no connection from here: {why}; trying again", is_event=self._acts)
+                what = (
+                    "its status cannot be read"
+                    if isinstance(value, RemoteError)
+                    else "no connection from here"
+                )
+                self._view.say(f"{name}: {what}: {why}; trying again", is_event=self._acts)
                 self._told[name] = dataclasses.replace(self._told[name], silent_since=time.time())
             self._heard.setdefault(name, 0.0)
             self._statuses.pop(name, None)

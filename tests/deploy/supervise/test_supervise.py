@@ -21,6 +21,7 @@ from fake_nodes import NAMES, Nodes, facts
 
 from nodekit.deploy.agent.quorum import Voters
 from nodekit.deploy.agent.ranks.failures import Failure
+from nodekit.deploy.connect.channel import RemoteError
 from nodekit.deploy.host import files
 from nodekit.deploy.plan import check
 from nodekit.deploy.records import events, find_runs, runs
@@ -741,7 +742,7 @@ def test_a_node_that_can_write_nothing_is_told_of_once(
         for each in (status, {**status, "unwritable": why}, status, {**status, "unwritable": why}):
             supervisor._tell("a", each)
     told = [text for text in view.said if why in text]
-    assert told == [f"warning: a: {why}; see why with `sudo dmesg` there, and mount it writable again"]
+    assert told == [f"warning: a: {why}; see to that disk (`sudo dmesg` there tells more)"]
 
 
 def test_the_failures_of_weeks_are_compared_only_when_there_is_another(
@@ -873,6 +874,20 @@ def test_who_asked_is_told_how_it_has_ended_too(tmp_path: Path, monkeypatch: pyt
         supervisor.watch()
         nodes.run.finish("failed", "no node is left", None)
     assert asked.events[-2:] == ["run-ended", "closed"]
+
+
+def test_a_node_whose_disk_fails_is_not_told_of_as_one_without_a_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with supervising(Nodes(tmp_path, monkeypatch), monkeypatch, lambda state, _: (state, [])) as (
+        supervisor,
+        view,
+    ):
+        error = RemoteError(
+            "b", {"type": "OSError", "message": "[Errno 5] Input/output error: '/r/b'", "traceback": ""}
+        )
+        supervisor._take("b", "lost", error)
+    assert view.said == ["b: its status cannot be read: [Errno 5] Input/output error: '/r/b'; trying again"]
 
 
 def test_a_node_that_cannot_be_reached_is_said_so_once_and_again_when_it_was_there(
