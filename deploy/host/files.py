@@ -217,7 +217,7 @@ def _try_to_write(folder: str, why: List[str]) -> None:
         os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EIO, errno.ESTALE):
-            why.append(error.strerror)
+            why.append(os.strerror(error.errno))
 
 
 def end_torn_line(path: str) -> None:

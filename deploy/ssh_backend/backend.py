@@ -212,8 +212,9 @@ class SshBackend:
                 lines[name] = out or status_line(status, now=time.time() + run.clock_offsets.get(name, 0.0))
                 continue
             lines[name] = "unreachable"
-            if isinstance(error := answers.get(name), RemoteError):  # the host answers, and its disk does not
-                lines[name] = f"its status cannot be read: {error.problem.found}"
+            # The host answers, and its disk does not.
+            if isinstance(answer := answers.get(name), RemoteError):
+                lines[name] = f"its status cannot be read: {answer.problem.found}"
             if name in last:
                 when = time.strftime("%m-%d %H:%M:%S", time.localtime(last[name]["time"]))
                 lines[name] += f"; last heard of {when}: {status_line(last[name], now=last[name]['time'])}"
