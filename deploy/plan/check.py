@@ -404,9 +404,8 @@ def _file_problem(host: Host, found: Facts, inventory: Inventory) -> Problem | N
     if not Path(name).is_absolute():
         if "PATH" in {**host.env, **inventory.job.env}:
             return None  # the ranks' PATH is not the one that was searched
-        if kind := programs.kind(
-            str(code / name)
-        ):  # behind another program: as the first word, it is ./NAME already
+        # Behind another program: as the first word, it is ./NAME already.
+        if kind := programs.kind(str(code / name)):
             return Problem(
                 f"no program {name} on its PATH; that of {code}, the folder that is synced, needs its path here",
                 cure=f"say {'python ' if kind == 'python' else './'}{name}",

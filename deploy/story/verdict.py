@@ -45,8 +45,9 @@ class Told:
     no_progress: bool = False
     """Whether restarts brought no progress."""
     notice: str = ""
-    unwritable: str = ""
     """The last notice of its agent, which the user has seen."""
+    unwritable: str = ""
+    """Why nothing could be written to its folder, as the user has been told last."""
     silent_since: float = 0.0
     """Since when the node is unreachable, in seconds since 1970; 0 if it is reachable."""
     attempt: str = ""

@@ -262,9 +262,8 @@ class EventLog:
         """Return the status fields of the progress, taken from the rank whose report is the oldest."""
         said = self.progress().values()
         if not said:
-            with contextlib.suppress(
-                OSError
-            ):  # a clean-up may have removed the folder: the ranks write there again
+            # A clean-up may have removed the folder: the ranks write there again.
+            with contextlib.suppress(OSError):
                 self.progress_dir.mkdir(mode=0o700, exist_ok=True)
             # A guess is shown to the user only: it does not count as progress.
             found = guess.of_file(self._guessed_from) if self._guessed_from else None

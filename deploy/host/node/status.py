@@ -12,9 +12,8 @@ from nodekit.deploy.host import current_status, files, processes
 from nodekit.deploy.host.schema import AgentRecord, NodeStatus, Worker
 
 HELD_S = 30.0  # how long a node's last known snapshot stands in for a folder that cannot be listed
-SILENT_S = (
-    5.0  # after so long without a new status, see whether the agent can write one; it does every two seconds
-)
+# After so long without a new status, see whether the agent can write one. It does so every two seconds.
+SILENT_S = 5.0
 _SNAPSHOT = re.compile(
     r"g(\d{4,})-s(\d{9,})\.json"
 )  # as nodekit.training.snapshots.files.manifest names a committed one
