@@ -316,8 +316,11 @@ def stopped_text(run: Run, results: Mapping[str, Any]) -> str:
     if killed:
         text += f"; had to be killed on {', '.join(killed)}"
     problems = [f"{name} was not stopped: {error.problem}" for name, error in alive.items()]
-    problems += [f"not known: {error}" for name, error in failed.items() if name not in alive]
-    problems += [f"not known: {name} cannot be reached" for name in unheard]
+    unknown = [f"not known: {error}" for name, error in failed.items() if name not in alive]
+    unknown += [f"not known: {name} cannot be reached" for name in unheard]
+    if unknown:
+        unknown.append(f"an agent may still run there: kit down {run.run_id} ends it once the host answers")
+    problems += unknown
     return "\n".join([text, *problems])
 
 
