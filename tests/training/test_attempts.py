@@ -24,6 +24,7 @@ from nodekit.training import Stop, World, run_attempts, world
 from nodekit.training.attempts import reform
 from nodekit.training.attempts.standby import get_ready
 from nodekit.training.group import connections
+from nodekit.training.group.initmethod import InitMethod
 from nodekit.training.options.arguments import parse
 from nodekit.training.process import rng, stages
 from nodekit.training.process.kept import Kept
@@ -154,16 +155,27 @@ def world_of(monkeypatch: pytest.MonkeyPatch) -> WorldOf:
     return lambda agent, **more: replace(World.from_env({}), agent_pipe=agent, **more)
 
 
-def test_what_is_kept_is_saved_once_where_the_next_attempt_is_waited_for_long(world_of: WorldOf) -> None:
-    """This host may be lost as well."""
+def test_what_is_kept_is_saved_once_where_the_next_attempt_is_waited_for_long(
+    world_of: WorldOf, tmp_path: Path
+) -> None:
+    """This host may be lost as well. To its agent this rank waits again then, and keeps its step no more."""
     saved: list[int] = []
-    kept = Kept({"x": 1}, (0, 3), lambda: not saved.append(3), has_paused=True)
+    file = tmp_path / "rank0"
+
+    def save() -> bool:
+        own.stage(stages.KEEPING, step=3)
+        return not saved.append(3)
+
+    kept = Kept({"x": 1}, (0, 3), save, has_paused=True)
     stop: Any = SimpleNamespace(requested=False)
     following = World.from_env({})
     for answers, num_saved in ((["next"], 0), ([None, None, None, "next"], 1)):
         agent = Agent(*answers)
-        assert reform.next_world(kept, world_of(agent), stop, lambda: following) is following
+        file.unlink(missing_ok=True)
+        own = world_of(agent, progress_file=file)
+        assert reform.next_world(kept, own, stop, lambda: following) is following
         assert (len(saved), agent.said) == (num_saved, [not num_saved]), "only once it has paused for a node"
+        assert file.read_text().rstrip() == f"3 {stages.WAITING}"
 
 
 def test_a_process_that_waits_with_a_step_and_is_to_stop_saves_it(world_of: WorldOf) -> None:
@@ -262,6 +274,47 @@ def test_who_never_comes_to_join_the_others_saves_what_it_has_kept_and_ends(
     assert (saved, ended) == (([], []) if joins else ([3], [status]))
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_who_cannot_save_what_it_has_kept_still_has_a_while_to_join_the_others(
+    joins: bool, world_of: WorldOf, ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is in its memory alone, and lost with it."""
+    saves = threading.Event()
+
+    def save() -> bool:
+        saves.set()
+        return False
+
+    monkeypatch.setattr(connections, "is_idle", lambda *_: True)
+    monkeypatch.setattr(reform, "_UNSAVED_S", 60.0 if joins else 0.1)
+    agent, kept = Agent(), Kept({"x": 1}, (0, 3), save)
+    with Stop() as stop, reform.guarded(world_of(agent, kept=kept), stop):
+        agent.handlers["lost"]()
+        assert saves.wait(60)
+        if not joins:
+            until(lambda: ended)
+    until(lambda: not guards())
+    assert ended == ([] if joins else [1])
+
+
+def test_who_joins_the_others_leaves_them_at_a_loss_and_puts_off_a_pause(
+    world_of: WorldOf, ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their collectives would wait for it; and a SIGTERM, as for a rank that cannot pause, would end it here."""
+    left: list[World] = []
+    monkeypatch.setattr(World, "leave_others", lambda own: left.append(own))
+    agent, kept = Agent(), Kept({"x": 1}, (0, 3), lambda: True)
+    own = world_of(agent, kept=kept)
+    with Stop() as stop, reform.guarded(own, stop):
+        kept.release()
+        agent.handlers["pause"]()
+        assert not stop.requested
+        assert not left
+        agent.handlers["lost"]()
+    assert left == [own]
+    assert not ended
+
+
 def test_who_has_joined_the_others_hears_a_signal_by_its_own_loop_alone(
     world_of: WorldOf, ended: list[int], tmp_path: Path
 ) -> None:
@@ -309,6 +362,31 @@ def test_a_process_goes_on_in_so_many_attempts_and_no_more(
     assert not reform.why_not(own)
     reform._abandoned.append(None)
     assert reform.why_not(own) == "it has left 50 process groups behind"
+
+
+@pytest.mark.parametrize(
+    ("argv", "of_world", "why"),
+    [
+        ("", {}, ""),
+        ("--on-lost-rank restart", {}, "--on-lost-rank restart"),
+        ("--local-sgd 4", {}, "with local SGD each rank has weights of its own"),
+        ("--engine fsdp", {}, "--engine fsdp does not go on without a lost rank"),
+        ("", {"backend": "mpi"}, "the ranks are joined by mpi, and not by gloo or nccl"),
+        ("", {"agent_pipe": None}, "there is no agent of kit's that would have it go on"),
+        # The next attempt's address is in the environment, where such ranks do not look.
+        (
+            "",
+            {"init_method": InitMethod.parse("tcp://gpu1:29500")},
+            "there is no agent of kit's that would have it go on",
+        ),
+    ],
+)
+def test_a_process_that_cannot_go_on_in_another_attempt_says_why(
+    argv: str, of_world: dict[str, Any], why: str, world_of: WorldOf
+) -> None:
+    own = replace(world_of(Agent()), **of_world)
+    assert reform.why_ends(parse(argv.split()), own) == why
+    assert reform.can_go_on(parse(argv.split()), own) == (not why)
 
 
 def test_the_search_for_garbage_after_an_attempt_goes_through_no_library() -> None:
