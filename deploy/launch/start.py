@@ -264,11 +264,10 @@ class _Starting:
         if left[0].name != first.name:
             planned = planning.hold_port(client.channels, planned)
             self._prestarted.discard(left[0].name)  # its agent is to have the port, by its start
-        address = {key: getattr(left[0], key) for key in ("master_addr", "master_port")}
         with run.changing():
             if not run.is_placed:
                 run.earlier = _earlier(run, [node.name for node in left])
-            run.nodes = {node.name: {**run.nodes[node.name], **address} for node in planned.nodes}
+            run.nodes = {node.name: run.nodes[node.name] for node in left}
         return planned
 
     def _send(

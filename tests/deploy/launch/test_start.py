@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from agents import until
 from fake_nodes import STATUS, Nodes, facts
 
 from nodekit.deploy.connect.channel import ChannelLost
@@ -20,7 +22,8 @@ from nodekit.deploy.records import find_runs
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.sync import SyncResult
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import HostError, KitError
+from nodekit.inventory.fields import Nodes as NodeRange
 
 
 def test_the_code_on_record_is_what_the_hosts_have_also_where_it_changed_while_it_was_sent(
@@ -67,8 +70,10 @@ def test_a_run_goes_on_in_a_generation_that_no_host_was_fenced_for(
 def test_a_run_that_goes_on_has_ended_no_more_and_expects_the_snapshot_of_its_newest_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And `kit rm` finds the node that it goes on without."""
+    """And `kit rm` finds the nodes that it goes on without, now and since an earlier start."""
     nodes = Nodes(tmp_path, monkeypatch)
+    with nodes.run.changing():
+        nodes.run.earlier = {"z": {"host": {"name": "z"}}}
     nodes.run.say_stop("kit down")
     nodes.run.finish("stopped", "stopped by kit down", {"cure": "start it"})
     for generation, step in ((0, 90), (1, 40), (1, 20)):
@@ -77,7 +82,7 @@ def test_a_run_that_goes_on_has_ended_no_more_and_expects_the_snapshot_of_its_ne
     assert (run.state, run.ended, run.verdict, run.cause, run.stopped_by) == ("starting", None, "", {}, "")
     assert run.was_resumed
     assert list(run.nodes) == ["a"]
-    assert {name: node["host"]["name"] for name, node in run.earlier.items()} == {"b": "b"}
+    assert {name: node["host"]["name"] for name, node in run.earlier.items()} == {"z": "z", "b": "b"}
     expected = run.nodes["a"]["env"]["NODEKIT_SNAPSHOT_EXPECTED"]
     assert expected.startswith("step 40 of generation 1 was committed on ")
 
@@ -116,6 +121,19 @@ def test_nodes_that_do_not_meet_in_time_are_said_not_to_reach_each_other(
     monkeypatch.setattr(started, "STARTED_TIMEOUT_S", 0.1)
     with pytest.raises(KitError, match=r"^a: still rendezvous after 0 s.*firewall"):
         started.wait_started(nodes.client, ["a", "b"], least=2, say=print)
+
+
+def test_a_node_whose_ranks_are_done_before_those_of_the_others_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(started, "STARTED_TIMEOUT_S", 5.0)
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.answers["status"] = lambda host, _: {
+        **STATUS,
+        "state": "waiting" if host == "b" else "running",
+        "members": [],
+    }
+    assert started.wait_started(nodes.client, ["a", "b"], least=1, say=print) == {}
 
 
 @pytest.mark.parametrize(
@@ -197,6 +215,37 @@ def test_a_start_does_not_wait_for_nodes_whose_agent_has_failed(
         failing: f"{failing}: its agent has failed",
     }
     assert {name: str(error) for name, error in told.items()} == said
+
+
+@pytest.mark.parametrize(
+    ("names", "failing", "least", "are_enough"),
+    [
+        pytest.param("abc", "c", 2, True, id="enough are left"),
+        pytest.param("abc", "c", 3, False, id="one too few"),
+        pytest.param("abc", "a", 1, False, id="the rendezvous host has failed"),
+        pytest.param("abcd", "cd", 1, True, id="half are left"),
+        pytest.param("abcde", "cde", 1, False, id="more than half have failed"),
+    ],
+)
+def test_those_that_are_left_meet_without_nodes_whose_agent_has_failed_where_they_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, failing: str, least: int, are_enough: bool
+) -> None:
+    monkeypatch.setattr(started, "STARTED_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(started, "FAILED_S", 0.2)
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.run.nodes = dict.fromkeys(names, nodes.run.nodes["a"])
+    nodes.client.channels.setdefault("e", nodes.reopen("e"))
+    left = [name for name in names if name not in failing]
+    polls = dict.fromkeys(names, 0)
+
+    def status(host: str, _: Any) -> dict[str, Any]:
+        polls[host] += 1
+        state = "failed" if host in failing else "rendezvous" if polls[host] <= 12 else "running"
+        return {**STATUS, "state": state, "members": left if state == "running" else []}
+
+    nodes.answers["status"] = status
+    told = started.wait_started(nodes.client, list(names), least=least, say=print)
+    assert sorted(told) == ([] if are_enough else list(names))
 
 
 def test_a_node_that_the_others_have_met_is_waited_for(
@@ -296,9 +345,102 @@ def test_who_is_left_of_a_start_goes_on_or_waits_for_another_generation_or_the_s
     timer.return_value.cancel.assert_called_once_with()
 
 
-def test_a_ctrl_c_while_a_start_is_put_on_record_leaves_no_run_that_starts_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LOST_B = ChannelLost("b", "no answer within 30 s")
+NO_TORCH = HostError("b", "no torch")
+
+
+@pytest.mark.parametrize(
+    ("error", "silent", "least", "is_unfit", "without"),
+    [
+        pytest.param(LOST_B, "", 3, False, "b", id="one is lost, and just enough are left"),
+        pytest.param(LOST_B, "", 4, False, None, id="one is lost of those that are all needed"),
+        pytest.param(LOST_B, "c", 2, False, "bc", id="another does not answer any more"),
+        pytest.param(LOST_B, "c", 3, False, None, id="with that one too few are left"),
+        pytest.param(KitError("the build was cut short"), "c", 3, False, "c", id="the error is another's"),
+        pytest.param(KitError("the code cannot be read"), "", 1, False, None, id="all hosts answer"),
+        pytest.param(NO_TORCH, "", 1, False, None, id="a host that answers is not as it is wanted"),
+        pytest.param(NO_TORCH, "", 1, True, "b", id="once the plan is made, it is left out"),
+        pytest.param(ChannelLost("z", "gone"), "", 1, False, None, id="one that was left out before"),
+    ],
+)
+def test_a_phase_is_done_again_with_those_that_are_left_where_they_are_enough(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: KitError,
+    silent: str,
+    least: int,
+    is_unfit: bool,
+    without: str | None,
 ) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+
+    def now(host: str, _: Any) -> float:
+        if host in silent:
+            raise ChannelLost(host, "no answer")
+        return 1.0
+
+    nodes.answers["probes.now"] = now
+    inventory = nodes.inventory.model_copy(update={"nodes": NodeRange(least, 4)})
+    starting = start._Starting(inventory, None, Options(inventory=nodes.inventory.path), "lab-1")
+    channels: dict[str, Any] = dict(nodes.client.channels)
+    closed = set[str]()
+    for name, channel in channels.items():
+        monkeypatch.setattr(channel, "close", functools.partial(closed.add, name))
+    tried: list[str] = []
+
+    def do() -> str:
+        tried.append("".join(channels))
+        if len(tried) == 1:
+            raise error
+        return "done"
+
+    unfit = HostError if is_unfit else ChannelLost
+    if without is None:
+        with pytest.raises(KitError) as raised:
+            starting.on_those_left(channels, do, unfit=unfit)
+        assert raised.value is error
+        assert (tried, closed) == (["abcd"], set())
+        return
+    assert starting.on_those_left(channels, do, unfit=unfit) == "done"
+    assert tried == ["abcd", "".join(name for name in "abcd" if name not in without)]
+    until(lambda: closed == set(without), what="an agent that waits for its start would wait on")
+    said = capsys.readouterr().out
+    assert [f"without {name}: " in said for name in "abcd"] == [name in without for name in "abcd"]
+
+
+@pytest.mark.parametrize(("lost", "host", "prestarted"), [("a", "b", ["c"]), ("b", "a", ["a", "c"])])
+def test_where_the_rendezvous_host_is_lost_before_its_agent_was_started_another_host_holds_the_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, host: str, prestarted: list[str]
+) -> None:
+    """Its agent is started once more, with the port. `kit rm` finds the host that was lost."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    run = nodes.run
+    with run.changing():
+        run.is_placed = False
+        run.nodes["c"] = {**run.nodes["b"], "name": "c", "local_addr": "10.0.0.3"}
+    planned = Plan("lab-1", tuple(nodes.client.node(name) for name in "abc"))
+    nodes.answers["hold_port"] = lambda *_: 4712
+    starting = start._Starting(nodes.inventory, None, Options(inventory=nodes.inventory.path), "lab-1")
+    assert starting._planned_of_those_left(nodes.client, planned) is planned
+    starting._prestarted = {name for name in "abc" if name != lost}
+    nodes.client.channels.pop(lost)
+    left = starting._planned_of_those_left(nodes.client, planned)
+    names = [name for name in "abc" if name != lost]
+    assert [node.name for node in left.nodes] == names
+    first = nodes.client.node(host).local_addr, 4712 if host == "b" else 4711
+    assert {(node.master_addr, node.master_port) for node in left.nodes} == {first}
+    assert [name for name, _ in nodes.of("hold_port")] == ([host] if host == "b" else [])
+    assert sorted(starting._prestarted) == prestarted
+    assert list(find_runs.find("lab-1").nodes) == names
+    assert list(find_runs.find("lab-1").earlier) == [lost]
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_ctrl_c_while_a_start_is_put_on_record_leaves_no_run_that_starts_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    """Only where all is stopped, nothing is said to be left."""
     nodes = Nodes(tmp_path, monkeypatch)
     planned = Plan("lab-1", (nodes.client.node("a"),))
     channels = dict(nodes.client.channels)
@@ -308,6 +450,9 @@ def test_a_ctrl_c_while_a_start_is_put_on_record_leaves_no_run_that_starts_for_e
     monkeypatch.setattr(broken_hosts, "leave_out", lambda given, *_: (given, {}))
     monkeypatch.setattr(stopping, "NOT_STARTED_GRACE_S", 0.0)
     options = Options(inventory=nodes.inventory.path, command=("job.py",), quiet=True)
-    with contextlib.ExitStack() as stack, pytest.raises(NothingLeft):
+    if not is_stopped:
+        nodes.answers["stop"] = Mock(side_effect=ChannelLost("a", "no answer within 30 s"))
+    with contextlib.ExitStack() as stack, pytest.raises(KeyboardInterrupt) as raised:
         start.start(stack, nodes.inventory, nodes.run, options, placed="lab-1")
+    assert isinstance(raised.value, NothingLeft) == is_stopped
     assert find_runs.find("lab-1").state == "stopped"
