@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,6 +23,8 @@ from nodekit.deploy.agent.ranks.attempt import (
     Attempts,
 )
 from nodekit.deploy.agent.ranks.target import TRAINING
+from nodekit.deploy.agent.ranks.workers import WorkerStart
+from nodekit.deploy.agent.rendezvous.formed import Formed
 from nodekit.training.process import stages
 
 RAISED = b"Traceback (most recent call last):\nValueError: mine\n"
@@ -465,6 +468,71 @@ def test_only_blamed_ranks_of_this_node_are_killed(node: Node, monkeypatch: pyte
     monkeypatch.setattr(children, "signal_groups", lambda *what: killed.append(what))
     node.attempts.kill([1, 5])
     assert killed == [({5: 101}, signal.SIGKILL)]
+
+
+# --- the start of an attempt ---------------------------------------------------------------------------------
+
+
+def test_who_waits_is_told_of_the_attempt_and_all_others_are_started(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five ranks one has stayed, one has stood by, one would not listen, one has ended since and one is new."""
+    monkeypatch.setenv("MINE", "the same as when it was started")
+    monkeypatch.setattr(attempt, "_started_now", lambda: {"NODEKIT_STARTED": "7"})
+    monkeypatch.setattr(attempt, "kernel", Mock())
+    monkeypatch.setattr(attempt, "processes", SimpleNamespace(start_time=lambda pid: pid + 0.5))
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *what: killed.append(what))
+    own, workers, told, renewed = node.own, node.own.workers, list[dict[str, Any]](), list[int]()
+    messages: dict[int, dict[str, Any]] = {}
+
+    def send(local_rank: int, message: dict[str, Any]) -> bool:
+        messages[local_rank] = message
+        return local_rank not in node.deaf
+
+    def start(starts: Sequence[WorkerStart]) -> dict[int, int]:
+        assert [each.local_rank for each in starts] == renewed
+        assert all(each.env["NODEKIT_STARTED"] == "7" and each.env["MINE"] for each in starts)
+        return {0: 100, 1: 101, 2: 102, 3: 203, 4: 204}
+
+    own._messages = SimpleNamespace(
+        send=send, renew=renewed.append, path=lambda key: node.own._folder / str(key)
+    )
+    own._record = Mock(
+        update=lambda **fields: told.append(fields),
+        flight_dir=own._folder,
+        progress_dir=own._folder,
+        told_dir=own._folder,
+    )
+    own._kernel, own._expected_snapshot, own.recorder, workers.start = Mock(), "", {}, start
+    own.ranks = {local_rank: 4 + local_rank for local_rank in range(5)}
+    workers.pids = {local_rank: 100 + local_rank for local_rank in range(4)}
+    own._staying, own._standing_by, node.deaf = {0, 2, 3}, {1}, {2}
+    own._told, own._stayed, own.is_on = {0: "lost"}, {3}, False
+    node.ends(3, 1)
+    members = ({"name": "n0", "nproc": 4}, {"name": "n1", "nproc": 5})
+    formed = Formed(
+        round=8, group_rank=1, members=members, store=Mock(), master_addr="10.0.0.1", master_port=29500
+    )
+    more = {"max_restarts": 0, "run_id": "r", "generation": 0, "code_dir": "/code", "local_addr": "10.0.0.2"}
+    node.attempts.start(joining(nproc_per_node=5, stands_by=False, **more), formed)
+
+    [(grace_s, how)] = node.stops
+    assert (grace_s, how["staying"]()) == (0, {0, 1, 2}), "of who has ended, what it has started is ended"
+    assert messages.keys() == {0, 1, 2}
+    for local_rank, message in messages.items():
+        assert message["kind"] == "next"
+        assert (message["env"]["RANK"], message["env"]["MASTER_ADDR"]) == (str(4 + local_rank), "10.0.0.1")
+        assert "MINE" not in message["env"], "a FIFO has room for so much"
+        assert message["log"].endswith(f"rank{4 + local_rank}-attempt0.7.log")
+    assert killed == [(102, signal.SIGKILL)], "it would wait for ever"
+    assert renewed == [3, 4]
+    assert told[0]["stayed"] == [4, 6]
+    assert [each["pid"] for each in told[0]["workers"]] == [100, 101, 102, 203, 204]
+    assert (own._staying, own._standing_by, own._stayed, own._told) == (set(), set(), {0, 2}, {})
+    assert own._have_stayed
+    assert own._may_stay, "the script can, since its ranks have"
+    assert node.attempts.is_on
 
 
 # --- standing by ---------------------------------------------------------------------------------------------
