@@ -27,7 +27,7 @@ from nodekit.training.group import connections
 from nodekit.training.group.initmethod import InitMethod
 from nodekit.training.options.arguments import parse
 from nodekit.training.process import rng, stages
-from nodekit.training.process.kept import Kept
+from nodekit.training.process.kept import AttemptOver, Kept
 from nodekit.training.snapshots.files.fence import Fenced
 from nodekit.training.tasks.digits import Digits
 
@@ -54,13 +54,15 @@ def test_nothing_of_an_earlier_attempt_is_held_once_its_state_is_loaded() -> Non
     assert [each() for each in states] == [None] * 4
 
 
-def second_attempt(monkeypatch: pytest.MonkeyPatch, kept: Kept | None, *, may_stay: bool) -> None:
+def second_attempt(
+    monkeypatch: pytest.MonkeyPatch, kept: Kept | None, *, may_stay: bool, progress_file: Path | None = None
+) -> None:
     """Have `run_attempts` begin with an attempt for which this was kept."""
 
     def run(
         world: World, _stop: Stop, _make: object, attempt: Callable[[World], object], *_: object
     ) -> object:
-        world = replace(world, may_stay=may_stay, kept=kept)
+        world = replace(world, may_stay=may_stay, kept=kept, progress_file=progress_file)
         try:
             return attempt(world)
         finally:
@@ -72,11 +74,13 @@ def second_attempt(monkeypatch: pytest.MonkeyPatch, kept: Kept | None, *, may_st
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("error", [Fenced(0, 1, "/snapshots"), LOST])
 def test_what_was_kept_outlives_an_attempt_that_ends_before_its_first_step(
-    error: Exception, stops: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception, stops: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also if this process is to stop: then it is saved while it waits for the next attempt."""
-    kept = Kept({"x": 1}, (0, 3), lambda: True)
-    second_attempt(monkeypatch, kept, may_stay=True)
+    """Also if this process is to stop: then it is saved while it waits for the next attempt. Its agent is to wait."""
+    kept, file = Kept({"x": 1}, (0, 3), lambda: True), tmp_path / "rank0"
+    second_attempt(monkeypatch, kept, may_stay=True, progress_file=file)
+    left: list[World] = []
+    monkeypatch.setattr(World, "leave_others", lambda own: left.append(own))
 
     def train(world: World, stop: Stop) -> int:
         if stops:
@@ -84,6 +88,34 @@ def test_what_was_kept_outlives_an_attempt_that_ends_before_its_first_step(
         raise error
 
     assert run_attempts(train) is kept  # type: ignore[comparison-overlap]
+    assert file.read_text().rstrip() == f"3 {stages.KEEPING}"
+    assert len(left) == 1, "the others would wait for this rank"
+
+
+def test_a_pause_ends_the_attempt_and_what_it_keeps_is_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = Kept({"x": 1}, (0, 3), lambda: True, has_paused=True)
+    second_attempt(monkeypatch, None, may_stay=True)
+
+    def train(world: World, stop: Stop) -> int:
+        raise AttemptOver(kept)
+
+    assert run_attempts(train) is kept  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize("num_ranks", ["", "0", "4"])
+def test_who_is_started_before_its_attempt_is_known_waits_for_it(
+    num_ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the others wait for it (0). A pause until its function runs does not end it."""
+    monkeypatch.setenv("NODEKIT_STANDBY", num_ranks)
+    waited: list[str] = []
+    monkeypatch.setattr(reform, "attempt_of", lambda world, _: (waited.append("for an attempt"), world)[1])
+    monkeypatch.setattr(reform, "pause_later", lambda _: waited.append("with a pause"))
+    monkeypatch.setattr(reform, "run", lambda *_: 0)
+    assert run_attempts(lambda *_: 0) == 0
+    assert waited == (["for an attempt", "with a pause"] if num_ranks else [])
 
 
 @pytest.mark.parametrize(
@@ -109,6 +141,8 @@ def test_what_was_kept_is_saved_where_this_process_ends_before_the_first_step(
         saved.append(3)
         return True
 
+    limited: list[int] = []
+    monkeypatch.setattr(Stop, "end_within_grace", lambda _, exit_code: limited.append(exit_code))
     kept = Kept({"x": 1} if is_held else None, (0, 3), save)
     second_attempt(monkeypatch, kept, may_stay=may_stay)
 
@@ -120,6 +154,7 @@ def test_what_was_kept_is_saved_where_this_process_ends_before_the_first_step(
     with pytest.raises(RuntimeError, match="closed by peer"):
         run_attempts(train)
     assert saved == [3] * is_held
+    assert limited[-1] == 1, "a lost rank may keep the process group from closing"
     assert re.search(f"another rank is lost, and this rank ends: {why}", caplog.messages[-1])
 
 
