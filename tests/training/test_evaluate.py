@@ -431,6 +431,35 @@ def test_what_a_task_gives_that_is_no_such_thing_is_named(
         Loop(options, world, task, tmp_path, stop).run()
 
 
+def test_after_an_evaluation_within_an_epoch_the_model_trains_as_before(tmp_path: Path) -> None:
+    """In the mode of an evaluation there is no dropout, and batch norm learns no means."""
+    modes: list[bool] = []
+
+    class Watched(Digits):
+        def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+            modes.append(all(each.training for each in model.modules()))
+            return super().loss(model, batch)
+
+    how = ["--output", str(tmp_path), "--epochs", "2", "--batch-size", "512", "--eval-every", "1"]
+    with World.from_env({}) as world, Stop(1.0) as stop:
+        result = Loop(parse(how), world, Watched(), tmp_path, stop).run()
+    assert result is not None
+    assert modes == [True] * result["steps"]
+    assert len(modes) > 4
+
+
+def test_the_end_of_an_epoch_is_evaluated_once(tmp_path: Path) -> None:
+    """--early-stop would count it twice."""
+    how = ["--output", str(tmp_path), "--epochs", "2", "--batch-size", "512", "--eval-every", "1"]
+    with World.from_env({}) as world, Stop(1.0) as stop:
+        loop = Loop(parse(how), world, Digits(), tmp_path, stop)
+        evaluated: list[int] = []
+        evaluation = loop.evaluation
+        loop.evaluation = lambda *what: evaluated.append(loop.step) or evaluation(*what)  # type: ignore
+        assert loop.run() is not None
+    assert evaluated == list(range(1, loop.total_steps + 1))
+
+
 def test_a_measure_may_have_any_name(tmp_path: Path) -> None:
     options = parse(["--output", str(tmp_path), "--epochs", "1", "--batch-size", "512"])
     task = Digits()

@@ -18,9 +18,13 @@ from torch import nn
 
 from nodekit.training import World
 from nodekit.training.group import collectives
+from nodekit.training.loop import Loop
+from nodekit.training.options.arguments import parse
 from nodekit.training.options.options import Options
+from nodekit.training.process.stop import Stop
 from nodekit.training.steps import local_sgd
 from nodekit.training.steps.local_sgd import LocalSgd
+from nodekit.training.tasks.digits import Digits
 
 PLAIN_SGD = """
 import torch
@@ -97,6 +101,29 @@ def test_a_rank_is_lost_between_two_meetings(tmp_path: Path) -> None:
     train(tmp_path / "whole", *common)
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("when", ["a stop", "an evaluation"])
+def test_between_two_meetings_the_mean_is_taken_for_a_stop_and_an_evaluation(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot, and the best weights, would be those of one rank."""
+    averaged: list[int] = []
+
+    class Watched(Digits):
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            if when == "a stop" and loop.step == 2:
+                stop.request()
+            return super().loss(model, batch)
+
+    monkeypatch.setattr(LocalSgd, "average", lambda _: averaged.append(loop.step))
+    monkeypatch.setattr(local_sgd, "_SYNC_EVERY_S", 0.0)  # after each step they say whether one is to stop
+    how = ["--output", str(tmp_path), "--epochs", "1", "--batch-size", "256", "--local-sgd", "1000"]
+    more = ["--eval-every", "3"] if when == "an evaluation" else []
+    with World.from_env({}) as world, Stop(1.0) as stop:
+        loop = Loop(parse([*how, *more]), world, Watched(), tmp_path, stop)
+        loop.run()
+        assert averaged[0] == 3
 
 
 BRANCHES = """
