@@ -24,6 +24,7 @@ from nodekit.training.measures import is_least_best
 from nodekit.training.options.arguments import parse
 from nodekit.training.process.stop import Stop
 from nodekit.training.rank import check
+from nodekit.training.snapshots.snapshot import Snapshots
 from nodekit.training.tasks import MEASURES
 from nodekit.training.tasks.digits import Digits
 from nodekit.training.weights.best import Best
@@ -144,6 +145,20 @@ def test_early_stop_counts_over_a_stop_at_an_evaluation_and_the_same_command_end
         assert read_facts(tmp_path / "last")["means"] == {"same": 1.0}
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines if "test" in line] == [5, 10, 15, 20]
+
+
+def test_a_training_that_ends_early_at_the_end_of_an_epoch_has_a_snapshot_of_its_last_step(
+    tmp_path: Path,
+) -> None:
+    """The same command would train the last steps again."""
+    task = Digits()
+    task.measure = lambda _, batch: {"same": torch.tensor(1.0 * len(batch[1]))}  # type: ignore[attr-defined]
+    how = ["--output", str(tmp_path), "--batch-size", "512", "--best", "same", "--early-stop", "1"]
+    with World.from_env({}) as world, Stop(1.0) as stop:
+        result = Loop(parse([*how, "--snapshot-every", "1000"]), world, task, tmp_path, stop).run()
+    assert result is not None
+    assert result["stopped_early"]
+    assert Snapshots(tmp_path / "snapshots").newest_age() == (0, result["steps"])
 
 
 def test_a_measure_that_is_no_number_is_never_the_best_and_counts_for_early_stop(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def outcome(
         "kept, and damaged on the way": {0: (1, 5, "a"), 2: (1, 5, "a")},
         "kept, and damaged again": {0: (1, 5, "a"), 2: (1, 5, "a")},
         "kept by one, and damaged again": {0: (1, 5, "a")},
+        "kept by one, damaged again, and no newer snapshot loads": {0: (0, 5, "a")},
     }
     for name, ranks in kept.items():
         (folder / name / "node0").mkdir(parents=True)
@@ -134,12 +135,20 @@ def outcome(
         for rank, made in ranks.items():
             (folder / name / f"rank {rank} keeps").write_text(" ".join(map(str, made)))
     (folder / "kept, and a folder cannot be read" / "node1 cannot be read").touch()
-    damaged = folder / "kept, and a newer snapshot is damaged" / "node1" / "snapshots"
-    for path in damaged.glob("*.pt"):
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-    hold(damaged, 4)
+    for name in (
+        "kept, and a newer snapshot is damaged",
+        "kept by one, damaged again, and no newer snapshot loads",
+    ):
+        damaged = folder / name / "node1" / "snapshots"
+        for path in damaged.glob("*.pt"):
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        hold(damaged, 4)
     (folder / "kept, and damaged on the way" / "arrives damaged").write_text("1")
-    for name in ("kept, and damaged again", "kept by one, and damaged again"):
+    for name in (
+        "kept, and damaged again",
+        "kept by one, and damaged again",
+        "kept by one, damaged again, and no newer snapshot loads",
+    ):
         (folder / name / "arrives damaged").write_text("2")
     for node in ("node0", "node1"):
         hold(folder / "two attempts" / node / "snapshots", 6, attempt=node)
@@ -327,6 +336,14 @@ def test_who_gets_damaged_what_two_have_sent_ends_and_the_others_have_it(outcome
     )
     warned = "what rank 2 has sent from its memory arrived damaged (by its SHA-256)"
     assert [warned in each for each in output] == [False, False, False, True]
+
+
+def test_where_no_newer_snapshot_loads_nobody_begins_anew_for_one_that_gets_damaged_what_was_kept(
+    outcome: Outcome,
+) -> None:
+    *others, last = outcome[1]["kept by one, damaged again, and no newer snapshot loads"]
+    assert [(rank["step"], rank["weights"]) for rank in others] == [(5, 0.0)] * 3
+    assert last["refused"].startswith("TrainingError: what rank 0 has sent from its memory arrived damaged")
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
