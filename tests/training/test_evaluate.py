@@ -161,6 +161,22 @@ def test_a_training_that_ends_early_at_the_end_of_an_epoch_has_a_snapshot_of_its
     assert Snapshots(tmp_path / "snapshots").newest_age() == (0, result["steps"])
 
 
+def test_a_stop_during_the_evaluation_at_the_end_of_an_epoch_saves_its_last_step(tmp_path: Path) -> None:
+    task = Digits()
+    how = ["--output", str(tmp_path), "--epochs", "2", "--batch-size", "512", "--eval-batch-size", "64"]
+    with World.from_env({}) as world, Stop(1.0) as stop:
+
+        def measure(_: object, batch: Any) -> dict[str, torch.Tensor]:
+            stop.request()
+            return {"same": torch.tensor(1.0 * len(batch[1]))}
+
+        task.measure = measure  # type: ignore[attr-defined]
+        loop = Loop(parse([*how, "--snapshot-every", "1000"]), world, task, tmp_path, stop)
+        assert loop.run() is None
+    assert 0 < loop.step < loop.total_steps
+    assert Snapshots(tmp_path / "snapshots").newest_age() == (0, loop.step)
+
+
 def test_a_measure_that_is_no_number_is_never_the_best_and_counts_for_early_stop(tmp_path: Path) -> None:
     model = Digits().model()
     best = Best("auto", tmp_path, World.from_env({}), Digits(), {"task": "digits"})

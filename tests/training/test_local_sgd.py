@@ -117,7 +117,8 @@ def test_between_two_meetings_the_mean_is_taken_for_a_stop_and_an_evaluation(
             return super().loss(model, batch)
 
     monkeypatch.setattr(LocalSgd, "average", lambda _: averaged.append(loop.step))
-    monkeypatch.setattr(local_sgd, "_SYNC_EVERY_S", 0.0)  # after each step they say whether one is to stop
+    # After each step they say whether one is to stop, or only where there is another reason to meet.
+    monkeypatch.setattr(local_sgd, "_SYNC_EVERY_S", 0.0 if when == "a stop" else 1e9)
     how = ["--output", str(tmp_path), "--epochs", "1", "--batch-size", "256", "--local-sgd", "1000"]
     more = ["--eval-every", "3"] if when == "an evaluation" else []
     with World.from_env({}) as world, Stop(1.0) as stop:
