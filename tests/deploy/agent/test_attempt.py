@@ -307,6 +307,13 @@ def test_what_is_on_record_of_a_failure(node: Node) -> None:
     assert killed["log"] == str(logs[1])
 
 
+def test_who_ended_without_a_word_failed_when_it_was_found(node: Node) -> None:
+    """Not at the time 0, before all others."""
+    node.ends(0, -signal.SIGTERM)
+    node.ends(1, 1)
+    assert [each["when"] for each in node.attempts.failures(10.0)] == [node.now + 1e6] * 2
+
+
 def test_the_kernel_is_asked_of_who_may_have_been_ended_by_it(node: Node) -> None:
     asked: list[list[int]] = []
 
