@@ -240,7 +240,8 @@ def test_those_that_are_left_meet_without_nodes_whose_agent_has_failed_where_the
 
     def status(host: str, _: Any) -> dict[str, Any]:
         polls[host] += 1
-        state = "failed" if host in failing else "rendezvous" if polls[host] <= 12 else "running"
+        have_met = are_enough and polls[host] > 12
+        state = "failed" if host in failing else "running" if have_met else "rendezvous"
         return {**STATUS, "state": state, "members": left if state == "running" else []}
 
     nodes.answers["status"] = status
