@@ -511,3 +511,30 @@ def test_a_rank_for_which_the_others_wait_computes_no_step_before() -> None:
     get_ready(parse([]), world, task)
     assert not task.losses
     assert task.split is None
+
+
+LEAVES = """
+import os, sys
+rank = 0 if os.fork() else 1
+import torch, torch.distributed as dist
+from nodekit.training.attempts import reform
+from types import SimpleNamespace
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+if rank:
+    sys.stdin.read()
+    os._exit(0)
+waits = dist.all_reduce(torch.ones(1), async_op=True)
+reform.leave(SimpleNamespace(close=lambda goes_on: dist.destroy_process_group()))
+sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_although_a_collective_of_an_earlier_attempt_does_not(tmp_path: Path) -> None:
+    """Python's shutdown would free the group, and so wait for it: ten minutes, unless the script wants another time."""
+    argv = [sys.executable, "-c", LEAVES, str(tmp_path / "store")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, env={"GLOO_SOCKET_IFNAME": "lo"}) as process:
+        try:
+            assert process.wait(timeout=60) == 3
+        finally:
+            process.kill()

@@ -60,6 +60,13 @@ def fall_silent():
     '''In the middle of the next meeting.'''
     dist.distributed_c10d.ReconfigureOptions = lambda: time.sleep(600)
 
+def leave():
+    reconfigure.keep()
+    dist.destroy_process_group()
+
+def end():
+    sys.exit(3)
+
 def sum_in_a_group_of_its_own():
     group = dist.new_group([*range(dist.get_world_size())], timeout=timedelta(seconds=30))
     dist.all_reduce(summed := torch.ones(1), group=group)
@@ -183,6 +190,22 @@ def test_a_group_is_left_with_a_collective_that_does_not_end(start: Start) -> No
     assert [(each["sum"], each["same"], each["left"]) for each in found] == [(11, False, 0), (11, False, 1)]
     again = Meeting().of(deaf, other)
     assert [(each["sum"], each["same"], each["left"]) for each in again] == [(11, True, 1), (11, True, 0)]
+
+
+@pytest.mark.parametrize("joins_again", [True, False])
+def test_a_process_ends_although_a_collective_that_was_left_does_not(
+    start: Start, joins_again: bool
+) -> None:
+    """Python's shutdown would free the group, and so wait for it: as long as a collective may take."""
+    silent, deaf, other = start(), start(), start()
+    Meeting().of(silent, deaf)
+    deaf.ask("begin_alone")
+    deaf.ask("hold_on")
+    deaf.ask("leave")
+    if joins_again:
+        assert Meeting().of(other, deaf)[1]["left"] == 1
+    deaf.tell("end")
+    assert deaf.process.wait(timeout=20) == 3, "before the 30 s of the collective are over"
 
 
 def test_a_group_that_did_not_meet_is_left(start: Start) -> None:

@@ -123,6 +123,7 @@ def leave(world: "World") -> None:
         groups = list(dist.distributed_c10d._world.pg_map)
         if not reconfigure.keep() or len(groups) > 1:  # a script has groups of its own
             _abandoned.append(groups)  # see rank._KEPT_ALIVE
+            reconfigure.never_free(groups)  # the interpreter's shutdown would wait for their threads
     world.close(goes_on=True)
     # By this number the ranks name their groups. Only a group that was formed takes it back when it is destroyed.
     dist.distributed_c10d._world.group_count = 0

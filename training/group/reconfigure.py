@@ -9,6 +9,8 @@ kept. A backend has one store for all its life, but each attempt meets in a stor
 host. `_Forwarding` is between the two.
 """
 
+import atexit
+import ctypes
 import json
 import secrets
 import time
@@ -83,6 +85,17 @@ def keep() -> bool:
         return False
     _present, _kept = None, _present
     return True
+
+
+def never_free(what: object) -> None:
+    """Add a reference that the interpreter's shutdown does not drop: whoever frees a group joins its threads."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+
+@atexit.register
+def _leave_alone() -> None:
+    """Let the process end while a thread of gloo's waits in vain, which it does until its collective times out."""
+    never_free((_kept, _left))
 
 
 def forget() -> None:
