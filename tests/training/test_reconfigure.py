@@ -193,9 +193,7 @@ def test_a_group_is_left_with_a_collective_that_does_not_end(start: Start) -> No
 
 
 @pytest.mark.parametrize("joins_again", [True, False])
-def test_a_process_ends_although_a_collective_that_was_left_does_not(
-    start: Start, joins_again: bool
-) -> None:
+def test_a_process_ends_although_a_collective_that_was_left_does_not(start: Start, joins_again: bool) -> None:
     """Python's shutdown would free the group, and so wait for it: as long as a collective may take."""
     silent, deaf, other = start(), start(), start()
     Meeting().of(silent, deaf)
@@ -280,9 +278,15 @@ def test_groups_of_a_scripts_own_are_torchs(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "is_available"), [({}, True), ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, False)]
+    ("env", "is_available"),
+    [
+        ({}, True),
+        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, False),
+        ({"TORCH_GLOO_LAZY_INIT": "1"}, False),
+        ({"TORCH_GLOO_LAZY_INIT": "0"}, True),
+    ],
 )
-def test_where_torch_wraps_its_backends_they_are_made_anew(
+def test_where_torch_wraps_its_backends_or_connects_later_they_are_made_anew(
     start: Start, env: dict[str, str], is_available: bool
 ) -> None:
     assert start(**env).ask("is_available") is is_available

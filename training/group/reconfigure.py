@@ -12,6 +12,7 @@ host. `_Forwarding` is between the two.
 import atexit
 import ctypes
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -73,8 +74,10 @@ _left: list[_Gloo] = []
 def is_available() -> bool:
     """Whether this torch can reconfigure a group of gloo's; the same on all ranks that have the same torch."""
     has_all = all(hasattr(_c10d, name) for name in _NEEDED)
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the backend in one that cannot.
-    return has_all and _c10d.get_debug_level() != _c10d.DebugLevel.DETAIL
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the backend in one that cannot. With TORCH_GLOO_LAZY_INIT, ranks
+    # connect in their first collective; in a group that was reconfigured, that one waits in vain (torch 2.14).
+    is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("y", "yes", "1", "t", "true")
+    return has_all and not is_lazy and _c10d.get_debug_level() != _c10d.DebugLevel.DETAIL
 
 
 def keep() -> bool:
