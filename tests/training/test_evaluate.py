@@ -164,7 +164,7 @@ def test_a_training_that_ends_early_at_the_end_of_an_epoch_has_a_snapshot_of_its
 def test_a_stop_during_the_evaluation_at_the_end_of_an_epoch_saves_its_last_step(tmp_path: Path) -> None:
     task = Digits()
     how = ["--output", str(tmp_path), "--epochs", "2", "--batch-size", "512", "--eval-batch-size", "64"]
-    with World.from_env({}) as world, Stop(1.0) as stop:
+    with World.from_env({}) as world, Stop(60.0) as stop:
 
         def measure(_: object, batch: Any) -> dict[str, torch.Tensor]:
             stop.request()

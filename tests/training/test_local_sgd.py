@@ -121,7 +121,7 @@ def test_between_two_meetings_the_mean_is_taken_for_a_stop_and_an_evaluation(
     monkeypatch.setattr(local_sgd, "_SYNC_EVERY_S", 0.0 if when == "a stop" else 1e9)
     how = ["--output", str(tmp_path), "--epochs", "1", "--batch-size", "256", "--local-sgd", "1000"]
     more = ["--eval-every", "3"] if when == "an evaluation" else []
-    with World.from_env({}) as world, Stop(1.0) as stop:
+    with World.from_env({}) as world, Stop(60.0) as stop:
         loop = Loop(parse([*how, *more]), world, Watched(), tmp_path, stop)
         loop.run()
         assert averaged[0] == 3
