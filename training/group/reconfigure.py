@@ -176,9 +176,8 @@ def _has_ended(gloo: _Gloo) -> bool:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.0002)
-        time.sleep(
-            0.0005
-        )  # torch forgets a work shortly after it has completed, and the first barrier has failed
+        # torch forgets a work shortly after it has completed, and the first barrier may have failed.
+        time.sleep(0.0005)
     return True
 
 
