@@ -47,6 +47,11 @@ class Turn:
     """How many more threads a rank had after each."""
 
 
+def environment() -> dict[str, str]:
+    """Return this process's, in which a python that has torch alone finds kit, too."""
+    return {**os.environ, "PYTHONPATH": str(Path(next(iter(nodekit.__path__))).parent)}
+
+
 def turn(python: str, way: str, size: int) -> Turn:
     """Re-form a group of ``size`` ranks some times."""
     server = dist.TCPStore(
@@ -74,9 +79,11 @@ def turn(python: str, way: str, size: int) -> Turn:
 
 
 def has_reconfigure(python: str) -> bool:
-    """Whether that python's torch has `_reconfigure` for gloo."""
-    asked = "import torch.distributed.distributed_c10d as c; raise SystemExit(not hasattr(c, '_reconfigure'))"
-    return subprocess.run([python, "-c", asked], check=False).returncode == 0
+    """Whether kit would use `_reconfigure` with that python's torch."""
+    asked = (
+        "from nodekit.training.group.reconfigure import is_available; raise SystemExit(not is_available())"
+    )
+    return subprocess.run([python, "-c", asked], env=environment(), check=False).returncode == 0
 
 
 def torch_of(python: str) -> str:

@@ -21,7 +21,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import venv
@@ -33,6 +32,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from borrowing_venv import borrow
 
 from nodekit.training.errors import is_safe
 
@@ -164,11 +164,7 @@ def try_in_venv(release: str) -> str:
         )
         if done.returncode:
             return f"not to be had: {done.stderr.strip().splitlines()[-1]}"
-        # All else is the project's own, kit included; what is in the venv comes first.
-        (own,) = Path(base).glob("lib/python*/site-packages")
-        everything_else = sysconfig.get_path("purelib")
-        (own / "nodekit.pth").write_text(f"import site; site.addsitedir({everything_else!r})\n")
-        Path(base, "bin/py-spy").symlink_to(Path(sysconfig.get_path("scripts"), "py-spy"))  # for stacks
+        borrow(Path(base))
         left_out = [f"--deselect={test}" for test in DIFFERENT.get(line_of(release), ())]
         argv = [
             python,

@@ -9,10 +9,11 @@ import pwd
 import stat
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, TypeVar, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar, Union
 
 T = TypeVar("T")
-_trying: Dict[str, threading.Thread] = {}  # folder → who tries to write there
+# Folder → the thread that tries to write there, and why it could not.
+_trying: Dict[str, Tuple[threading.Thread, List[str]]] = {}
 
 PATIENCE_S = 1.0  # how long a failing read is retried by default
 NOT_FOUND = (FileNotFoundError, NotADirectoryError)
@@ -199,13 +200,14 @@ def unwritable(folder: str) -> str:
     A file system that the kernel has made read-only after an error does not say so (ext4 since Linux 6.14): a file
     without a name is tried, which nobody who watches the folder sees.
     """
-    why: List[str] = []
-    trying = _trying.get(folder)  # an earlier try may still wait for the disk
-    if trying is None:
-        trying = _trying[folder] = threading.Thread(target=_try_to_write, args=(folder, why), daemon=True)
-        trying.start()
-    trying.join(PATIENCE_S)
-    if trying.is_alive():
+    if (trying := _trying.get(folder)) is None:  # an earlier try may still wait for the disk
+        why: List[str] = []
+        thread = threading.Thread(target=_try_to_write, args=(folder, why), daemon=True)
+        thread.start()
+        trying = _trying[folder] = thread, why
+    thread, why = trying
+    thread.join(PATIENCE_S)
+    if thread.is_alive():
         why = ["its disk does not answer"]
     else:
         _trying.pop(folder, None)

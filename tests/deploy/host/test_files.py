@@ -65,5 +65,5 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch
         why = f"nothing can be written to {tmp_path}: its disk does not answer"
         assert files.unwritable(str(tmp_path)) == why
     answers.set()
-    files._trying[str(tmp_path)].join()
+    files._trying[str(tmp_path)][0].join()
     assert files.unwritable(str(tmp_path)) == ""
