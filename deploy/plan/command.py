@@ -32,6 +32,7 @@ _LAUNCHERS = {
 SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
 PYTHON_NAME = re.compile(r"(python|pypy)[\d.]*")
 PYTHON_VALUED = re.compile(r"-[a-zA-Z]*[WX]|--check-hash-based-pycs")  # options whose value is the next word
+_PYTHON_ENDS = re.compile(r"-[a-zA-Z]*[cm]$")
 # Programs that start the command behind them: their options whose value is the next word, and how many words precede
 # the command.
 _WRAPPERS = {
@@ -150,22 +151,38 @@ def _launcher(argv: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
         found = (_launcher(each) for each in _simple_commands(texts[0] if texts else ""))
         return next((each for each in found if each is not None), None)
     if name == "-m" or PYTHON_NAME.fullmatch(name):
-        name = _run_by_python(iter(argv if name == "-m" else argv[1:]))
+        words = argv if name == "-m" else argv[1:]
+        option, word = first_operand(words, valued=PYTHON_VALUED, ends=_PYTHON_ENDS)
+        if option.endswith("c") or word is None:
+            return None
+        name = word if option else Path(word).name
     return (name, argv) if name in _LAUNCHERS else None
 
 
-def _run_by_python(words: Iterator[str]) -> str:
-    """Return the module, or the name of the file, that an interpreter with these arguments runs."""
-    for word in words:
-        if re.fullmatch(r"-[a-zA-Z]*m", word):
-            return next(words, "")
-        if re.fullmatch(r"-[a-zA-Z]*c", word):
-            return ""
-        if PYTHON_VALUED.fullmatch(word):
-            next(words, None)
-        elif not word.startswith("-"):
-            return Path(word).name
-    return ""
+def first_operand(
+    words: Sequence[str], *, valued: re.Pattern[str], ends: re.Pattern[str]
+) -> tuple[str, str | None]:
+    """Return what an interpreter runs: the option that says so, as -m or -c ("" for a file), and the word behind it.
+
+    Args:
+        words: its arguments.
+        valued: options whose value is the next word.
+        ends: options behind which the interpreter reads no more options of its own.
+    """
+    is_value = False
+    for number, word in enumerate(words):
+        following = next(iter(words[number + 1 :]), None)
+        if is_value:
+            is_value = False
+        elif word == "--":
+            return "", following
+        elif not word.startswith(("-", "+")):
+            return "", word
+        elif ends.match(word):
+            return word, following
+        else:
+            is_value = valued.fullmatch(word) is not None
+    return "", None
 
 
 def _simple_commands(text: str) -> Iterator[tuple[str, ...]]:

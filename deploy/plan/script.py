@@ -20,6 +20,7 @@ from nodekit.deploy.plan.command import (
     SHELLS,
     TRAINING_MODULE,
     argv_of,
+    first_operand,
     wrapped,
 )
 from nodekit.deploy.sync import selection
@@ -102,32 +103,12 @@ def _needed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if program == PYTHON:
         found = [], []  # it stands for the node's own interpreter
     name = Path(program).name
-    script = None
     if rest := wrapped(argv):
         more = _needed(rest)
         return found[0] + more[0], found[1] + more[1]
-    if name in SHELLS:
-        script = _first_operand(words, valued=_SHELL_VALUED)
-    elif PYTHON_NAME.fullmatch(name):
-        script = _first_operand(words, valued=PYTHON_VALUED)
-    return found[0], found[1] + ([] if script is None else [script])
-
-
-def _first_operand(words: Sequence[str], *, valued: re.Pattern[str]) -> str | None:
-    """Return the file that an interpreter runs; None for -c, -m, -s, or stdin."""
-    is_value = False
-    for number, word in enumerate(words):
-        if is_value:
-            is_value = False
-        elif word == "--":
-            return next(iter(words[number + 1 :]), None)
-        elif not word.startswith(("-", "+")):
-            return word
-        elif _NO_SCRIPT.match(word):
-            return None
-        else:
-            is_value = valued.fullmatch(word) is not None
-    return None
+    valued = _SHELL_VALUED if name in SHELLS else PYTHON_VALUED if PYTHON_NAME.fullmatch(name) else None
+    option, script = first_operand(words, valued=valued, ends=_NO_SCRIPT) if valued else ("", None)
+    return found[0], found[1] + ([] if option or script is None else [script])
 
 
 @contextlib.contextmanager

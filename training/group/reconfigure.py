@@ -170,14 +170,16 @@ def _has_ended(gloo: _Gloo) -> bool:
     """
     connections.shut_down(gloo.sockets)
     deadline = time.monotonic() + _END_S
-    for _ in range(2):
+    for is_second in (False, True):
+        if (
+            is_second
+        ):  # torch forgets a work shortly after it has completed, and the first barrier may have failed
+            time.sleep(0.0005)
         barrier = gloo.backend.barrier()
         while not barrier.is_completed():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.0002)
-        # torch forgets a work shortly after it has completed, and the first barrier may have failed.
-        time.sleep(0.0005)
     return True
 
 
