@@ -29,10 +29,20 @@ _LAUNCHERS = {
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch",
     "accelerate-launch", "deepspeed", "fabric", "lightning", "horovodrun", "mpirun", "mpiexec", "srun",
 }  # fmt: skip
+# The word by which they start a program.
+_START_BY = {"accelerate": "launch", "fabric": "run", "lightning": "run"}
 SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
 PYTHON_NAME = re.compile(r"(python|pypy)[\d.]*")
 PYTHON_VALUED = re.compile(r"-[a-zA-Z]*[WX]|--check-hash-based-pycs")  # options whose value is the next word
+SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
 _PYTHON_ENDS = re.compile(r"-[a-zA-Z]*[cm]$")
+_SHELL_ENDS = re.compile(r"-[a-zA-Z]*c$")
+_SHELL_LINE = re.compile(r"#![^\n]*\b(ba|da|k|z)?sh\b")
+_OPENS = {"if", "for", "while", "until", "case", "select", "function", "{"}
+_CLOSES = {"fi", "done", "esac", "}"}
+_TESTS = {"[", "[[", "test"}
+_COMMENT = re.compile(r"""(?m)^[ \t]*\#.*$ | [ \t]\#[^'"\n]*$""", re.VERBOSE)
+_HERE_DOCUMENT = re.compile(r"(?ms)<<-?\s*(['\"]?)(\w+)\1(?P<rest>[^\n]*)\n.*?^\s*\2$")
 # Programs that start the command behind them: their options whose value is the next word, and how many words precede
 # the command.
 _WRAPPERS = {
@@ -75,15 +85,15 @@ def argv_of(
     argv = tuple(command or inventory.job.command or TRAINING_MODULE)
     begin = 2 if argv[:2] == (PYTHON, "-u") else 1 if argv[0] == PYTHON else 0
     target = argv[begin:] or argv  # `python` without arguments is like any other program
-    _refuse_launcher(target)
+    code = Path(inventory.job.code).expanduser()
+    _refuse_launcher(target, code)
     name = target[0]
     is_script = begin > 0 and len(argv) > begin and not name.startswith("-")
     if name == "-m" or name.endswith(".py") or is_script:
         return (PYTHON, "-u", *target)
     if begin or not name:
         return argv
-    own = Path(inventory.job.code).expanduser() / name
-    kind = kinds.get(name, "") if Path(name).is_absolute() else programs.kind(str(own))
+    kind = kinds.get(name, "") if Path(name).is_absolute() else programs.kind(str(code / name))
     if kind == "python":
         return (PYTHON, "-u", *target)
     return (f"./{name}", *argv[1:]) if kind and "/" not in name else argv
@@ -124,21 +134,23 @@ def wrapped(argv: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def _refuse_launcher(target: tuple[str, ...]) -> None:
+def _refuse_launcher(target: tuple[str, ...], code: Path) -> None:
     """Refuse a launcher: each rank would silently train alone, in a world of its own."""
-    if (found := _launcher(target)) is None:
+    script = _shell_script(target, code)
+    if (found := _launcher_in(*script[1:]) if script else _launcher(target)) is None:
         return
     name, words = found
-    script = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
-    instead = shlex.join(words[script:]) if script is not None else "train.py …"
+    from_script = tuple(itertools.dropwhile(lambda word: not word.endswith(".py"), words))
+    instead = shlex.join(from_script) or "train.py …"
     front = target[: len(target) - len(words)]
-    if target == words:
+    what, begins, cure = "the command", "runs", f"write python in its place: python {instead}"
+    if script:  # its words are not as they were written: "$@" is '$@' here
+        what, cure = script[0], f"write python in its place: python {(*from_script, 'train.py')[0]} …"
+    elif target == words:
         begins, cure = "begins with", f"give the script alone: kit up … -- {instead}"
     elif target == (*front, *words):
-        begins, cure = "runs", f"write python in its place: kit up … -- {shlex.join(front)} python {instead}"
-    else:
-        begins, cure = "runs", f"write python in its place: python {instead}"
-    raise KitError(f"the command {begins} {name}; kit starts the ranks on all hosts in its place", cure=cure)
+        cure = f"write python in its place: kit up … -- {shlex.join(front)} python {instead}"
+    raise KitError(f"{what} {begins} {name}; kit starts the ranks on all hosts in its place", cure=cure)
 
 
 def _launcher(argv: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
@@ -147,16 +159,36 @@ def _launcher(argv: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
         return _launcher(more)
     name = Path(argv[0]).name
     if name in SHELLS:
-        texts = [text for option, text in itertools.pairwise(argv) if re.fullmatch(r"-[a-z]*c", option)]
-        found = (_launcher(each) for each in _simple_commands(texts[0] if texts else ""))
-        return next((each for each in found if each is not None), None)
+        option, text = first_operand(argv[1:], valued=SHELL_VALUED, ends=_SHELL_ENDS)
+        return _launcher_in(text or "") if option else None
     if name == "-m" or PYTHON_NAME.fullmatch(name):
         words = argv if name == "-m" else argv[1:]
         option, word = first_operand(words, valued=PYTHON_VALUED, ends=_PYTHON_ENDS)
         if option.endswith("c") or word is None:
             return None
         name = word if option else Path(word).name
-    return (name, argv) if name in _LAUNCHERS else None
+    starts = name in _LAUNCHERS and (name not in _START_BY or _START_BY[name] in argv)
+    return (name, argv) if starts else None
+
+
+def _launcher_in(text: str) -> tuple[str, tuple[str, ...]] | None:
+    """As `_launcher`, of the commands in a shell's text."""
+    return next(filter(None, map(_launcher, _simple_commands(text))), None)
+
+
+def _shell_script(argv: tuple[str, ...], code: Path) -> tuple[str, str] | None:
+    """Return the shell script in the code that a command runs, and its text; behind wrappers, too."""
+    if more := wrapped(argv):
+        return _shell_script(more, code)
+    is_by_shell = Path(argv[0]).name in SHELLS
+    option, name = first_operand(argv[is_by_shell:], valued=SHELL_VALUED, ends=_SHELL_ENDS)
+    if option or name is None or Path(name).is_absolute():
+        return None
+    try:
+        text = (code / name).read_text(encoding="utf-8", errors="replace") if (code / name).is_file() else ""
+    except (OSError, ValueError):  # whoever sends it says so
+        return None
+    return (name, text) if is_by_shell or _SHELL_LINE.match(text) else None
 
 
 def first_operand(
@@ -186,17 +218,24 @@ def first_operand(
 
 
 def _simple_commands(text: str) -> Iterator[tuple[str, ...]]:
-    """Yield the commands of a shell's text that run in any case: not one behind ``||``, nor those of an ``if``."""
+    """Yield the commands of a shell's text that run in any case: not one behind ``||`` or a test, nor in an ``if``."""
+    text = _HERE_DOCUMENT.sub(r"\g<rest>", _COMMENT.sub("", text))
     lexer = shlex.shlex(text.replace("\\\n", " ").replace("\n", ";"), posix=True, punctuation_chars=True)
     lexer.commenters, lexer.whitespace_split = "", True
+    depth, mark = 0, ""
+    last: tuple[str, ...] = ("",)
     with contextlib.suppress(ValueError):  # a quote that is not closed: the shell says so
-        before = ""
         for is_mark, group in itertools.groupby(lexer, lambda word: not word.strip("();<>|&")):
-            words = tuple(itertools.dropwhile(_ASSIGNMENT.match, group))
             if is_mark:
-                before = "".join(words)
-            elif words and "||" not in before:
+                mark = "".join(group)
+                continue
+            all_words = tuple(group)
+            words = tuple(itertools.dropwhile(_ASSIGNMENT.match, all_words)) or ("",)
+            depth += (words[0] in _OPENS) - (words[0] in _CLOSES)
+            is_tested = "||" in mark or ("&&" in mark and last[0] in _TESTS)
+            if not depth and not is_tested and not last[-1].endswith("$") and words[0]:
                 yield words
+            last = all_words
 
 
 def refuse_options(

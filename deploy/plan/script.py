@@ -17,6 +17,7 @@ from nodekit.deploy.plan.command import (
     PYTHON,
     PYTHON_NAME,
     PYTHON_VALUED,
+    SHELL_VALUED,
     SHELLS,
     TRAINING_MODULE,
     argv_of,
@@ -29,8 +30,7 @@ from nodekit.inventory.schema import Inventory
 
 MAX_FILES = 500  # the most files of the project that are parsed
 _MAX_ENTRIES = 20_000  # the most folders of the project that are searched for a module
-# Options whose value is the next word, and options without a script.
-_SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
+# Options without a script.
 _NO_SCRIPT = re.compile(r"-$|-(?![WX-])[a-zA-Z]*[cms]")
 _PLACE = re.compile(r"f?['\"](tcp|file)://")
 _ADDRESS = re.compile(r"(--?[\w-]+=)?tcp://\S+:\d+$")  # not file://, which may be anything
@@ -106,7 +106,7 @@ def _needed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if rest := wrapped(argv):
         more = _needed(rest)
         return found[0] + more[0], found[1] + more[1]
-    valued = _SHELL_VALUED if name in SHELLS else PYTHON_VALUED if PYTHON_NAME.fullmatch(name) else None
+    valued = SHELL_VALUED if name in SHELLS else PYTHON_VALUED if PYTHON_NAME.fullmatch(name) else None
     option, script = first_operand(words, valued=valued, ends=_NO_SCRIPT) if valued else ("", None)
     return found[0], found[1] + ([] if option or script is None else [script])
 

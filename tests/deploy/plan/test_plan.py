@@ -274,6 +274,67 @@ def test_a_command_that_may_not_run_the_launcher_that_it_names_is_let_through(
     assert argv_of(inventory(tmp_path, TWO), shlex.split(command)) == tuple(shlex.split(command))
 
 
+SCRIPT = """#!/usr/bin/env bash
+# torchrun, which doesn't say which node is missing
+set -e
+cat > conf.yaml <<EOF
+torchrun x.py
+EOF
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    "command", ["run.sh", "./run.sh --lr 1", "bash -x run.sh", "env A=1 nohup sh -o posix run.sh"]
+)
+@pytest.mark.parametrize(
+    ("line", "name", "instead"),
+    [
+        (
+            "cd src && A=1 torchrun --nproc-per-node 8 \\\n  train.py --lr 1 > log",
+            "torchrun",
+            "train.py …",
+        ),
+        ('exec accelerate launch "$MAIN"  # the best one', "accelerate", "train.py …"),
+        (
+            "if [ $# = 1 ]; then\n  echo 1\nfi\npython3 -m torch.distributed.run t.py",
+            "torch.distributed.run",
+            "t.py …",
+        ),
+    ],
+)
+def test_a_launcher_in_a_shell_script_of_the_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, line: str, name: str, instead: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text(SCRIPT.format(line))
+    with pytest.raises(KitError) as refused:
+        argv_of(inventory(tmp_path, TWO), shlex.split(command))
+    assert re.match(rf"(\./)?run\.sh runs {name}; kit starts the ranks", str(refused.value))
+    assert str(refused.value).endswith(f"write python in its place: python {instead}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if [ -z "$RANK" ]; then\n  torchrun train.py\nelse\n  python train.py\nfi',
+        '[ -n "$RANK" ] || torchrun train.py',
+        '[[ -z "$RANK" ]] && torchrun train.py',
+        "several() {\n  torchrun train.py\n}\npython train.py",
+        "X=$(torchrun --help)\naccelerate env\npython train.py",
+        "case $1 in\n  all) torchrun train.py ;;\nesac",
+        'echo "don\'t\ntorchrun train.py"',
+        "echo 'not closed\ntorchrun train.py",
+    ],
+)
+def test_a_shell_script_that_may_not_run_the_launcher_that_it_names_is_let_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text(SCRIPT.format(line))
+    assert argv_of(inventory(tmp_path, TWO), ["bash", "run.sh"]) == ("bash", "run.sh")
+
+
 def test_the_plan_reads_well_and_is_json_for_programs(tmp_path: Path) -> None:
     found = build(inventory(tmp_path, TWO), TWO_FACTS)
     assert "gpu2\n  node_rank   1 of 2\n  workers     1 on CPU, gloo\n" in found.to_text()
