@@ -11,9 +11,14 @@ class TrainingError(ValueError):
     """An error that the user can fix: a rank reports its message in one line, without a traceback."""
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version: ``2.11.0+cu128`` → (2, 11)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
+
+
 def is_safe(torch: str) -> bool:
     """Whether snapshots and weights may be loaded with this version of torch."""
-    return tuple(int(part) for part in re.findall(r"\d+", torch.partition("+")[0])[:2]) >= SAFE_TORCH
+    return release_of(torch) >= SAFE_TORCH
 
 
 def refuse_unsafe(torch: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from nodekit.deploy.connect.channel import BOOT, CALL_TIMEOUT_S, HostChannel, all_or_raise, on_all, program
 from nodekit.deploy.environment import requirements, wheels
-from nodekit.deploy.environment.requirements import OLDEST_PYTHON, Asked, Indexes, numbers
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, Asked, Indexes
 from nodekit.deploy.environment.wheels import Platform
 from nodekit.deploy.host.code import venvs
 from nodekit.deploy.host.probes import hostfacts
@@ -23,6 +23,7 @@ from nodekit.deploy.sync import sync
 from nodekit.deploy.sync.progress import nothing
 from nodekit.inventory.errors import HostError, KitError, KitErrors, Problem
 from nodekit.inventory.schema import Environment, Host
+from nodekit.training.errors import release_of
 
 LOOK_TIMEOUT_S = 30.0
 HERE = "here"  # this machine's name in the progress lines
@@ -146,7 +147,7 @@ def _look(channel: HostChannel, host: Host, asked: Asked) -> Seat:
     if found["problem"]:
         raise HostError(host.name, f"its workdir cannot be used: {found['problem']}")
     version = str(found["markers"]["python_full_version"])
-    if numbers(version) < OLDEST_PYTHON:
+    if release_of(version) < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
         raise HostError(
             host.name,

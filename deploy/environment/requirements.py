@@ -31,11 +31,6 @@ _INDEX_OPTIONS = {
 }
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version: ``2.11.0+cu128`` → (2, 11)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:2])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a venv is to contain."""

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH
 from nodekit.deploy.host.probes.network.nics import Nic
-from nodekit.training.errors import is_safe
+from nodekit.training.errors import is_safe, release_of
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Survey = Mapping[str, Any]
@@ -150,7 +150,9 @@ class Pythons:
 def fits(python: Mapping[str, Any]) -> bool:
     """Whether kit can train with an interpreter."""
     torch = python["torch"]
-    return bool(torch) and numbers(torch) >= OLDEST_TORCH and numbers(python["version"]) >= OLDEST_PYTHON
+    return (
+        bool(torch) and release_of(torch) >= OLDEST_TORCH and release_of(python["version"]) >= OLDEST_PYTHON
+    )
 
 
 def _usable(pythons: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nodekit.deploy.connect.channel import HostChannel, all_or_raise, on_all
-from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH, numbers
+from nodekit.deploy.environment.requirements import OLDEST_PYTHON, OLDEST_TORCH
 from nodekit.deploy.host import programs
 from nodekit.deploy.host.probes import hostfacts
 from nodekit.deploy.plan import gpus
@@ -23,6 +23,7 @@ from nodekit.deploy.plan.gpus import HostGpus
 from nodekit.inventory.errors import HostError, Problem
 from nodekit.inventory.schema import Environment, Host, Inventory
 from nodekit.training.engine_info import LIBRARIES
+from nodekit.training.errors import release_of
 from nodekit.training.reporting.trackers import TRACKERS
 
 NEEDED_BYTES = 100 * 1024**2  # the least free space in a workdir
@@ -313,7 +314,7 @@ def _twin_problem(host: Host, found: Facts, first: dict[Any, str]) -> Problem | 
 
 
 def _python_problem(found: Facts) -> Problem | None:
-    if numbers(found.python) >= OLDEST_PYTHON:
+    if release_of(found.python) >= OLDEST_PYTHON:
         return None
     wanted = ".".join(map(str, OLDEST_PYTHON))
     return Problem(
@@ -337,7 +338,7 @@ def _torch_problem(
         cure = f"set `python:` to an interpreter there that has it, or install it: {found.install('torch')}"
         return Problem(f"no torch in {python}", cure=cure)
     differs = len(torches) > 1 and found.torch != common
-    if numbers(found.torch) < OLDEST_TORCH and not (differs and environment is not None):
+    if release_of(found.torch) < OLDEST_TORCH and not (differs and environment is not None):
         wanted = f"{'.'.join(map(str, OLDEST_TORCH))} or newer"
         return Problem(f"torch {found.torch}", wanted, found.install("-U torch"))
     if not differs:

@@ -1,4 +1,4 @@
-"""Read torch's flight recorders, and compare which collectives each rank has entered. Standard library only.
+"""Read torch's flight recorders, and compare which collectives each rank has entered. Imports no torch.
 
 A rank dumps its recorder when something is written to its pipe. torch reads that pipe for a process's first group on
 NCCL, nodekit/training/group/recorder.py for all others. Names and formats:
@@ -12,13 +12,14 @@ import io
 import json
 import os
 import pickle
-import re
 import stat
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from nodekit.training.errors import release_of
 
 NUM_ENTRIES = "2000"
 MAX_BYTES = 64 * 1024**2
@@ -65,7 +66,7 @@ class Finding(NamedTuple):
 
 def environment(folder: Path, environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
     """Return the variables that make ranks dump their recorders into `folder`; values set by the user stay."""
-    newer = _release(torch_version) >= _NEWER_NAMES
+    newer = release_of(torch_version) >= _NEWER_NAMES
     name = "TORCH_FR_DUMP_TEMP_FILE" if newer else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     wanted = dict.fromkeys((name, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"), str(folder / "rank"))
     return {
@@ -76,17 +77,12 @@ def environment(folder: Path, environ: Mapping[str, str], torch_version: str) ->
 
 def read_once(environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
     """Return those of these variables that torch reads once in a process: at its first group, or first collective."""
-    release = _release(torch_version)
+    release = release_of(torch_version)
     name = "TORCH_FR_BUFFER_SIZE" if release >= _NEWER_NAMES else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     wanted = {name: NUM_ENTRIES}
     if release >= _NCCL2:
         wanted["TORCH_DIST_USE_NCCL2"] = "0"
     return {name: environ.get(name, value) for name, value in wanted.items()}
-
-
-def _release(torch_version: str) -> tuple[int, ...]:
-    """Return its first two numbers: ``2.15.0+cu132`` → (2, 15)."""
-    return tuple(int(each) for each in re.findall(r"\d+", torch_version)[:2])
 
 
 def ask(environ: Mapping[str, str], ranks: Sequence[int], *, timeout_s: float) -> dict[int, Record]:
