@@ -281,7 +281,7 @@ def _last_step(world: "World", loop: "Loop | None") -> "Kept | None":
     """Leave the process group, since another rank is lost, and return the newest whole step in memory, if any."""
     world.leave_others()
     if loop is None:  # the error came before the loop was made: the earlier attempt's step may still be held
-        return world.kept if world.kept and world.kept.is_held else None
+        return world.held_step
     try:
         return loop.keep()
     except Exception as unmade:  # only logged: the caller reports the error that ended the attempt

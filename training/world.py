@@ -229,6 +229,11 @@ class World:
         """The last step of the user's training loop, by its `EmergencySave`, if the error is a lost rank's."""
         return next(filter(None, (each.keep(error) for each in self.emergency)), None)
 
+    @property
+    def held_step(self) -> "Kept | None":
+        """What this process has kept of the attempt before, until the training has loaded it."""
+        return self.kept if self.kept and self.kept.is_held else None
+
     def close(self, *, goes_on: bool = False) -> None:
         """Leave the process group; does nothing where there is none.
 

@@ -90,9 +90,7 @@ def run_attempts(
 def _last_step(world: World, error: BaseException) -> Kept | None:
     """Leave the process group, since another rank is lost, and return the newest whole step in memory, if any."""
     world.leave_others()
-    if (kept := world.kept_on(error)) is not None:
-        return kept
-    return world.kept if world.kept and world.kept.is_held else None  # this attempt has made no step yet
+    return world.kept_on(error) or world.held_step  # the latter where this attempt has made no step yet
 
 
 def _why_it_ends(world: World, stop: Stop) -> str:

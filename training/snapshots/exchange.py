@@ -80,7 +80,7 @@ def newest_of_all(
         NoneLoads: on all ranks, if there are snapshots and none can be loaded, or a folder or fence cannot be read.
         NewerKit: on all ranks, if a newer nodekit wrote the newest snapshot.
     """
-    kept = world.kept if world.kept and world.kept.is_held else None
+    kept = world.held_step
     said = world.gather(_say(snapshots, world, kept))
     fence = _newest_fence(said)
     if snapshots.generation is not None and snapshots.generation < fence:
