@@ -108,6 +108,8 @@ class Client:
         self._proxy: _Proxy | None = None
         self._transport: paramiko.Transport | None = None
         self._agent: paramiko.Agent | None = None
+        self._agent_problem = ""
+        """Why no SSH agent can be asked for keys."""
         self.host, self.port, self.user = "", 22, ""
         self.host_key: paramiko.PKey | None = None
         """The key that the host presented; set in the handshake, before it is compared with the known ones."""
@@ -323,7 +325,7 @@ class Client:
         except identity.IdentityError as error:
             found = f"{error.problem.found} (for user '{self.user}' at {self.where})"
             raise self.refusal(found, cure=error.problem.cure) from error
-        agent = _agent_problem()
+        agent = self._agent_problem
         if not tried:
             raise self.refusal(
                 f"no key to log in with as user '{self.user}' at {self.where}: no key file, and "
@@ -346,7 +348,8 @@ class Client:
         if own is not None and not self._jump:
             identity.check_file(Path(own).expanduser())
             named.insert(0, Path(own).expanduser())
-        if not _agent_problem():  # paramiko would wait for its answer without a limit
+        self._agent_problem = _agent_problem()
+        if not self._agent_problem:  # paramiko would wait for its answer without a limit
             with contextlib.suppress(paramiko.SSHException, OSError):
                 self._agent = paramiko.Agent()
         return identity.candidates(
