@@ -233,9 +233,8 @@ def line_of(error: str) -> str:
 
 def _telling(error: str) -> str:
     """Return the few lines that say what happened, without the user's own output above them."""
-    message = message_of(error)
-    lines = [line for line in message.strip().splitlines() if not line.startswith('  File "')]
-    return "\n".join(lines[-_TELLING_LINES:] if message == error else lines[:_TELLING_LINES])
+    lines = [line for line in message_of(error).strip().splitlines() if not line.startswith('  File "')]
+    return "\n".join(lines[:_TELLING_LINES] if error.startswith(_HEADER) else lines[-_TELLING_LINES:])
 
 
 def _raised_in(error: str) -> str:
