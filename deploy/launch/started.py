@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from nodekit.deploy.connect.channel import all_or_raise, on_all
@@ -57,8 +57,8 @@ def wait_started(
     failed: dict[str, float] = {}
     """Node → since when its agent has given up, by `time.monotonic`."""
 
-    def are_too_few() -> bool:
-        num_left = len(nodes) - len(lost)
+    def are_too_few(without: Collection[str]) -> bool:
+        num_left = len(nodes) - len(without)
         return num_left < least or 2 * num_left < len(nodes)
 
     def wait(name: str) -> None:
@@ -78,8 +78,7 @@ def wait_started(
                 absent[name] = HostError(name, "waits for another generation to begin")
                 return
             gone = [each for each, since in list(failed.items()) if time.monotonic() - since > FAILED_S]
-            num_left = len(nodes) - len(gone)
-            if gone and (nodes[0] in gone or num_left < least or 2 * num_left < len(nodes)):
+            if gone and (nodes[0] in gone or are_too_few(gone)):
                 absent.update({each: HostError(each, "its agent has failed") for each in gone})
                 what = "has" if len(gone) == 1 else "have"
                 absent[name] = HostError(name, f"waits for {names(gone)}, which {what} failed")
@@ -101,7 +100,7 @@ def wait_started(
             wait(name)
         except KitError as error:
             lost[name] = error
-            if are_too_few() and time.monotonic() < deadline:
+            if are_too_few(lost) and time.monotonic() < deadline:
                 is_in_vain.set()
             raise
         finally:
@@ -110,14 +109,14 @@ def wait_started(
     late = threading.Timer(SLOW_S, lambda: say(_still_waiting(nodes, states)))
     late.start()
     try:
-        if are_too_few():
+        if are_too_few(lost):
             all_or_raise(lost)
         found = dict(lost) | on_all({name: name for name in nodes if name not in lost}, wait_or_lose)
     finally:
         late.cancel()
     if lost:
         refuse_stopped(client.run)  # then that is why the agents have ended
-    all_or_raise(found if are_too_few() else {name: found[name] for name in nodes if name not in lost})
+    all_or_raise(found if are_too_few(lost) else {name: found[name] for name in nodes if name not in lost})
     return {name: each for name in nodes if (each := lost.get(name) or absent.get(name))}
 
 
