@@ -36,7 +36,7 @@ def require_root() -> None:
         )
 
 
-def require_programs(*, slurm: bool = False, accounting: bool = False) -> None:
+def require_programs(*, slurm: bool, accounting: bool) -> None:
     """Raise KitError with the missing programs and the packages to install."""
     wanted = {
         **DEBIAN_PACKAGES,

@@ -21,7 +21,7 @@ Row = tuple[str, str]
 """A label and what stands beside it."""
 
 
-def left_behind(run: Run, channels: Mapping[str, HostChannel], without: Collection[str] = ()) -> list[Row]:
+def left_behind(run: Run, channels: Mapping[str, HostChannel], without: Collection[str]) -> list[Row]:
     """Rows for what there is of a run on its nodes: each kind on the first node that has it, and what its script wrote.
 
     Says so of nodes that cannot be asked. What is on nodes ``without`` which the run ended is older than the others'.

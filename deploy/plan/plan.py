@@ -288,8 +288,8 @@ def spec_of(
     is_host: bool,
     token: str,
     grace_s: float,
-    joins: bool = False,
-    stands_by: bool = False,
+    joins: bool,
+    stands_by: bool,
 ) -> AgentSpec:
     """Return the spec of a node's agent for one generation; pure."""
     timings = inventory.timings

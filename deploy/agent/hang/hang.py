@@ -152,9 +152,7 @@ class Watch:
         self._staged = self._clock
         self._patience = self.learnt.patience
 
-    def observe(
-        self, now: float, progress: Mapping[int, Progress], log_sizes: Mapping[int, int] | None = None
-    ) -> None:
+    def observe(self, now: float, progress: Mapping[int, Progress], log_sizes: Mapping[int, int]) -> None:
         """Record the ranks' progress, and the sizes of their logs, at time `now`, in seconds by any steady clock."""
         self._clock, self._now = self._at(now), now
         before = self._changed
@@ -162,9 +160,9 @@ class Watch:
             self._observe_rank(rank, found)
         if before is not None and self._changed == self._clock:
             self.learnt.longest_s = max(self.learnt.longest_s, self._clock - before)
-        if any(size > self._log_sizes.get(rank, 0) for rank, size in (log_sizes or {}).items()):
+        if any(size > self._log_sizes.get(rank, 0) for rank, size in log_sizes.items()):
             self._talked = self._clock
-        self._log_sizes.update(log_sizes or {})
+        self._log_sizes.update(log_sizes)
 
     def _observe_rank(self, rank: int, found: Progress) -> None:
         known = self._ranks.get(rank)

@@ -29,7 +29,7 @@ _PID = re.compile(r"(?:[Kk]ill(?:ed)? process |pid=|reaped process |\[(?=\d+\]))
 _OOM = re.compile(r"oom-kill:|out of memory|oom_reaper|killed process", re.IGNORECASE)
 
 
-def oom_kills(cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
+def oom_kills(cgroups: str, root: str) -> int | None:
     """Return the number of out-of-memory kills in this process's memory cgroup and those below it; None if unknown."""
     found = _memory_cgroup(cgroups, root)
     if found is None:
@@ -43,7 +43,7 @@ def oom_kills(cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") 
 class Log:
     """A reader of the lines that are added to the kernel's log from now on."""
 
-    def __init__(self, path: str = "/dev/kmsg") -> None:
+    def __init__(self, path: str) -> None:
         """Begin at the end of the log: reading all of it takes 3 ms and more."""
         self._file = -1
         with contextlib.suppress(OSError):
