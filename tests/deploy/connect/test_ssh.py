@@ -643,6 +643,21 @@ def test_an_agent_that_never_answers_is_none(
     )
 
 
+def test_a_login_waits_for_a_stalled_agent_once(
+    start_sshd: Start, target: Make, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sshclient, "AGENT_TIMEOUT_S", 0.2)
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(own_home / "stalled agent"))
+    with socket.socket(socket.AF_UNIX) as stalled:
+        stalled.bind(str(own_home / "stalled agent"))
+        stalled.listen(8)
+        problem(target(start_sshd(), identity_file=None))
+        stalled.setblocking(False)
+        stalled.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            stalled.accept()
+
+
 def test_an_agent_that_is_gone_is_named(
     start_sshd: Start, target: Make, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
