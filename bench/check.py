@@ -206,9 +206,8 @@ def many(sizes: Sequence[int], rounds: int) -> tuple[str, dict[str, str]]:
             [shutil.which("sshd") or "/usr/sbin/sshd", "-o", "MaxStartups=1000", "-p", str(PORT)],
             check=True,
         )
-        subprocess.run(
-            ["ip", "route", "add", MANY, "via", host.address], check=True
-        )  # removed with the lab's interface
+        # Removed with the lab's interface.
+        subprocess.run(["ip", "route", "add", MANY, "via", host.address], check=True)
         inventories = {size: _inventory(lab, size) for size in sizes}
         measured, broken = interleave(
             {

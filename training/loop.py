@@ -474,9 +474,8 @@ class Loop:
             self.saver.wait()
             raise
         self.report.evaluation(self.step, epoch=epoch, means=self.means, when=when, best=better)
-        weights = functools.cache(
-            self.engine.weights
-        )  # all ranks of sharded engines gather them: once will do
+        # All ranks of sharded engines gather them: once will do.
+        weights = functools.cache(self.engine.weights)
         self.best.look(self.means, weights, step=self.step, epoch=epoch)
         if ends_epoch:
             self.epoch_weights.look(epoch, weights)

@@ -75,9 +75,8 @@ def post(
         reason = getattr(error, "reason", error)
         why = (reason.strerror if isinstance(reason, OSError) else "") or type(reason).__name__
         raise NotDelivered(f"{where}: {why}") from None
-    except (
-        Exception
-    ) as error:  # what a value that is no URL, or no header, or an odd answer raises is not shown
+    # What a value that is no URL, or no header, or an odd answer raises is not shown.
+    except Exception as error:
         raise NotDelivered(
             f"{where}: {type(error).__name__}: is what {' and '.join(names) or 'url'} holds right?",
             is_final=True,

@@ -77,9 +77,8 @@ def screen(
     above = textwrap.wrap(f"{title or f'{run_id} failed'}: {verdict.text}", width, subsequent_indent="  ")
     if first is None:
         return [*above, "", *below]
-    rows_below = sum(
-        -(-len(line) // width) or 1 for line in below
-    )  # long paths are wrapped by the terminal, not here
+    # Long paths are wrapped by the terminal, not here.
+    rows_below = sum(-(-len(line) // width) or 1 for line in below)
     room = max(height - len(above) - rows_below - 3, _LEAST_TRACE)
     return [*above, "", *(f"    {line}" for line in trace(first.error, width - 4, room)), "", *below]
 

@@ -107,9 +107,8 @@ def _take_note(turn: Turn) -> None:
         lost = old.present and gone
         stillborn = is_other and old.asked == "start" and not each.alive
         failed = bool(each.problem) and each.problem != old.problem and old.asked == "start"
-        is_cut_short = (
-            bool(old.asked) and not each.reachable
-        )  # asked again when it is back: it may not know of it
+        # Asked again when it is back: it may not know of it.
+        is_cut_short = bool(old.asked) and not each.reachable
         if (old.agent, old.present, old.problem) == (each.agent, here, each.problem) and not is_cut_short:
             continue
         if (lost or stillborn or failed) and each.state not in ENDED:

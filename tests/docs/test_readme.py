@@ -187,9 +187,8 @@ def look_at_the_run(folder: Path) -> None:
 def test_the_commands_for_a_lab_run_in_their_order(tmp_path: Path, own_home: Path) -> None:
     lab_folder = own_home / "mylab"
     try:
-        for command in commands(
-            BLOCKS["Try it without machines"]
-        ):  # those of "Without a script …" are in test_apply
+        # Those of "Without a script …" are in test_apply.
+        for command in commands(BLOCKS["Try it without machines"]):
             done = sh(command, tmp_path)
             assert done.returncode == 0, command + "\n" + done.stdout + done.stderr
             if command.startswith("kit lab up "):

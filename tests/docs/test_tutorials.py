@@ -91,9 +91,8 @@ def test_the_commands_of_the_page_for_one_machine_train(tmp_path: Path) -> None:
     _, block, _, launchers, gpus, again, _ = BLOCK.findall(PAGE)
     ways = [each for each in commands(block) if not each.endswith(IN_ENGINE_TESTS)]
     single, dp, launch, torchrun, spawn, spawn_with_amp = ways
-    assert (
-        shlex.split(spawn)[3:-2] == shlex.split(spawn_with_amp)[3:-2] == SPAWN
-    )  # which test_spawn.py runs: its ranks import torch anew
+    # test_spawn.py runs this: its ranks import torch anew.
+    assert shlex.split(spawn)[3:-2] == shlex.split(spawn_with_amp)[3:-2] == SPAWN
     accelerate, _deepspeed = commands(launchers)  # DeepSpeed's is in test_launchers.py
     for command in (
         single,

@@ -114,9 +114,8 @@ def test_steps_that_are_done_again_replace_the_former_ones(tmp_path: Path) -> No
     found = read(tmp_path / "tensorboard")
     assert found["train/loss"] == {**dict.fromkeys(range(1, 6), 1), 6: 2, 7: 2}
     assert "test/accuracy" not in found  # they were after the step that it went on from
-    assert (
-        max(raw_steps(tmp_path / "tensorboard")) == 7
-    )  # not only hidden: TensorBoard's fast reader shows all
+    # Not only hidden: TensorBoard's fast reader shows all.
+    assert max(raw_steps(tmp_path / "tensorboard")) == 7
 
 
 def test_a_clock_that_is_set_back_hides_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,9 +354,8 @@ def test_fp16_by_deepspeed_is_refused_on_a_gpu_too() -> None:
 def test_buckets_are_laid_out_on_a_gpu_too() -> None:
     with World.from_env({}):
         module = torch.nn.Linear(2, 1)
-        forward = module.forward = lambda each: torch.nn.Linear.forward(
-            module, each
-        )  # Accelerate has its own, too
+        # Accelerate has its own, too.
+        forward = module.forward = lambda each: torch.nn.Linear.forward(module, each)
         model = torch.nn.parallel.DistributedDataParallel(module)
         model.device_ids = [0]  # of the CPU: DDP moves what it is called with, as it does on a GPU
         lay_out_buckets(model)

@@ -50,9 +50,8 @@ def test_f1_leaves_out_classes_that_do_not_occur() -> None:
 @pytest.mark.slow
 def test_every_so_many_steps_and_the_best_weights_are_kept(tmp_path: Path) -> None:
     # A learning rate with which it gets worse again.
-    train(
-        tmp_path, "--epochs", "2", "--eval-every", "9", "--lr", "0.02", "--clip", "100", num_ranks=3
-    )  # 360 samples on three ranks, 9 batches of which the last steps have a remainder
+    # 360 samples on three ranks, 9 batches of which the last steps have a remainder.
+    train(tmp_path, "--epochs", "2", "--eval-every", "9", "--lr", "0.02", "--clip", "100", num_ranks=3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     tests = {line["step"]: line["test"] for line in lines if "test" in line}
     assert list(tests) == [9, 18, 23, 27, 36, 45, 46]

@@ -140,9 +140,8 @@ def test_spawn_starts_a_rank_for_each_chosen_gpu(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr("nodekit.training.spawn.spawn", spawned)
-    monkeypatch.setattr(
-        "multiprocessing.get_context", lambda _: threading
-    )  # a lock without a process behind it
+    # A lock without a process behind it.
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: threading)
     with pytest.raises(KeyboardInterrupt):
         run_main(monkeypatch, "--launcher", "spawn", "--gpus", "0,2")
     assert seen == [("5,1", ["cuda:0", "cuda:1"])]

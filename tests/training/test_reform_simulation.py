@@ -89,9 +89,8 @@ class Job:
             self.generation += 1  # the rendezvous host was lost
         members = [node for node in self.nodes if node.is_here]
         for node in self.nodes:
-            if not node.is_here and self.chance(
-                0.5
-            ):  # else it is only out of reach, and may come back with it
+            # If not, it is only out of reach, and may come back with it.
+            if not node.is_here and self.chance(0.5):
                 node.kept = None
         if not members:
             self.num_faults -= 1

@@ -179,9 +179,8 @@ def test_a_disk_that_is_full_costs_no_snapshot_and_no_training(
     before = sorted(tmp_path.iterdir())
     (tmp_path / ".tmp-0123456789abcdef").write_bytes(b"what a killed save left, and the room it takes")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (2000, limits[1])
-    )  # the write fails half-way, as on a full disk
+    # The write fails half-way, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
         assert snapshots.save(state(3), step=3) is None
     finally:

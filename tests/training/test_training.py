@@ -370,9 +370,8 @@ def test_each_node_goes_on_with_the_most_complete_history_and_one_that_cannot_be
     train(1)
     lines = first.read_text().splitlines(keepends=True)
     attempt = json.loads(lines[0])["attempt"]
-    first.write_text(
-        "".join(lines[:2]).replace(attempt, f"{attempt}1")
-    )  # one that began later, and was cut off
+    # One that began later, and was cut off.
+    first.write_text("".join(lines[:2]).replace(attempt, f"{attempt}1"))
     train(2)
     for node in (first.parent, second.parent):
         assert [line["step"] for line in metrics(node) if "loss" in line] == list(range(1, 9))

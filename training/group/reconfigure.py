@@ -171,9 +171,8 @@ def _has_ended(gloo: _Gloo) -> bool:
     connections.shut_down(gloo.sockets)
     deadline = time.monotonic() + _END_S
     for is_second in (False, True):
-        if (
-            is_second
-        ):  # torch forgets a work shortly after it has completed, and the first barrier may have failed
+        # torch forgets a work shortly after it has completed, and the first barrier may have failed.
+        if is_second:
             time.sleep(0.0005)
         barrier = gloo.backend.barrier()
         while not barrier.is_completed():

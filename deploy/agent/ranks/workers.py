@@ -102,9 +102,8 @@ class Workers:
         """Start a round of workers beside those that have stayed; return local rank → pid of all."""
         assert not any(start.local_rank in self._pids for start in starts), "stop comes before the next start"
         self.fresh, self._ended = {}, {}
-        self._served = (
-            self._server is not None
-        )  # said first: `stop` must ask the server also if we are interrupted
+        # Said first: `stop` must ask the server also if we are interrupted.
+        self._served = self._server is not None
         answer = self._ask("start", starts=_requests(starts))
         if answer is not None:
             self.fresh = {int(local_rank): why for local_rank, why in answer["fresh"].items()}

@@ -26,9 +26,8 @@ _NO_STEPS = re.compile(
 )
 _STEP = re.compile(rf"(?:\b|_)(?:step|iter|iteration|it)\b['\"]?[\s:=#\[(]*{_OF}", re.IGNORECASE)
 _EPOCH = re.compile(rf"\bepoch\b['\"]?[\s:=#\[(]*{_OF}", re.IGNORECASE)
-_OF_EPOCH = re.compile(
-    r"\bepoch:?\s*\[\d+\]\s*\[\s*(\d{1,12})/(\d{1,12})\]", re.IGNORECASE
-)  # Epoch: [3][ 10/100]
+# "Epoch: [3][ 10/100]".
+_OF_EPOCH = re.compile(r"\bepoch:?\s*\[\d+\]\s*\[\s*(\d{1,12})/(\d{1,12})\]", re.IGNORECASE)
 # A fraction, and in quotes since transformers 5, as is the loss.
 _TRAINERS_EPOCH = re.compile(r"'epoch': '?(\d{1,12})(?:\.\d+)?'?[,}]")
 _LOSS = re.compile(

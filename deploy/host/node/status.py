@@ -14,9 +14,8 @@ from nodekit.deploy.host.schema import AgentRecord, NodeStatus, Worker
 HELD_S = 30.0  # how long a node's last known snapshot stands in for a folder that cannot be listed
 # After so long without a new status, see whether the agent can write one. It does so every two seconds.
 SILENT_S = 5.0
-_SNAPSHOT = re.compile(
-    r"g(\d{4,})-s(\d{9,})\.json"
-)  # as nodekit.training.snapshots.files.manifest names a committed one
+# As nodekit.training.snapshots.files.manifest names a committed one.
+_SNAPSHOT = re.compile(r"g(\d{4,})-s(\d{9,})\.json")
 # Folder → its newest snapshot, and when that was read.
 _last_snapshots: Dict[str, Tuple[List[int], float]] = {}
 

@@ -102,9 +102,8 @@ def test_arguments_arrive_byte_for_byte(agents: Agents) -> None:
 def test_a_pythonpath_of_the_jobs_comes_behind_kits_own_folder(agents: Agents) -> None:
     script = "import os, sys; print(os.environ['PYTHONPATH'], *sys.path[1:3], sep='\\n')"
     job = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "/job's/lib"}
-    agents.start(
-        script, num_nodes=1, env=job, secrets=job
-    )  # kit gives the job's variables to the prestart, too
+    # kit gives the job's variables to the prestart, too.
+    agents.start(script, num_nodes=1, env=job, secrets=job)
     agents.wait("n0", "succeeded")
     assert agents.log(0).splitlines() == [f"{KIT_DIR}:/job's/lib", KIT_DIR, "/job's/lib"]
 
@@ -405,9 +404,8 @@ def test_workers_die_with_an_agent_that_is_killed(agents: Agents) -> None:
     (worker,) = until(lambda: agents.status("n0").get("workers"))  # told a moment after the rank has begun
     os.kill(agent, signal.SIGKILL)
     until(lambda: not Path(f"/proc/{worker['pid']}").exists())
-    assert (
-        agents.wait("n0", "gone")["state"] == "running"
-    )  # its last word; that it is not alive tells the rest
+    # Its last word; that it is not alive tells the rest.
+    assert agents.wait("n0", "gone")["state"] == "running"
 
 
 @pytest.mark.parametrize("how", ["was removed", "is another agent's"])

@@ -552,9 +552,8 @@ def joining(**more: Any) -> Any:
 
 def test_a_node_that_joins_waits_until_all_its_ranks_have_read_their_data(node: Node) -> None:
     node.own.workers.pids = {}
-    node.progress.update(
-        dict.fromkeys((0, 1), Progress.parse(f"9/50 {stages.WAITING}", 0.0))
-    )  # another agent's
+    # Another agent's.
+    node.progress.update(dict.fromkeys((0, 1), Progress.parse(f"9/50 {stages.WAITING}", 0.0)))
     pauses: list[float] = []
     node.later = [
         (node.now + 2.0, lambda: node.says(0, f"0/50 {stages.WAITING}")),

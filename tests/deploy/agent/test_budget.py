@@ -125,9 +125,8 @@ def test_what_tells_no_step_and_fails_at_the_same_place_again_and_again_is_given
     for _ in range(3):
         budget.took_steps(None, seconds=600, ended_by="Traceback …\nValueError: boom")
         assert budget.crashed(failure()) is None
-    budget.took_steps(
-        None, seconds=600
-    )  # another node is lost: that is no failure, and begins the count anew
+    # Another node is lost: that is no failure, and begins the count anew.
+    budget.took_steps(None, seconds=600)
     for _ in range(3):
         budget.took_steps(None, seconds=600, ended_by="Traceback …\nValueError: boom")
         assert budget.crashed(failure()) is None

@@ -402,9 +402,8 @@ def test_of_a_result_that_is_no_number_nothing_is_recorded_since_json_has_none(a
 
 
 def test_a_look_that_is_asked_for_is_not_waited_for(agents: Agents, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "nodekit.deploy.agent.telemetry.event_log.MAX_STATUS_INTERVAL_S", 600.0
-    )  # longer than a test may take
+    # Longer than a test may take.
+    monkeypatch.setattr("nodekit.deploy.agent.telemetry.event_log.MAX_STATUS_INTERVAL_S", 600.0)
     spec = agents.spec("n0")
     folder = Path(spec.node_dir)
     folder.mkdir()

@@ -584,9 +584,8 @@ def test_a_wait_ends_with_a_worker_or_a_call_and_not_before(light: Driver, tmp_p
     (tmp_path / "go").touch()
     assert light.call("wait", 60) is True
     until(lambda: light.call("poll") == {"0": 0})
-    until(
-        lambda: light.call("wait", 0.2) is False, what="all to be told of its end"
-    )  # and that it began to end
+    # They are told that it begins to end, too.
+    until(lambda: light.call("wait", 0.2) is False, what="all to be told of its end")
     light.call("wake")
     assert light.call("wait", 60) is True
     assert light.call("wait", 0.2) is False, "once for each call"

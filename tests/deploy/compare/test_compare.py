@@ -310,9 +310,8 @@ class Task(Digits):
             {what}
         return super().loss(model, batch)
 """
-PASSIVE = {
-    "OMP_WAIT_POLICY": "passive"
-}  # or, while other work is going on, threads wait for each other, spinning
+# While other work is going on, threads would wait for each other, spinning.
+PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 # In one thread for the same reason.
 RUNS_ARE_FORKS = """#!/bin/sh
 case "$1 $2" in "-m nodekit.training" | "-m torch.distributed.run")

@@ -421,9 +421,8 @@ def test_a_build_that_is_cut_short_leaves_nothing_running_and_nothing_that_looks
 def test_hosts_without_internet_get_wheels_from_here_and_one_that_fails_is_named_and_mended(
     kit: Kit, index: Index
 ) -> None:
-    make_wheel(
-        index.folder, "bigpkg", files={"bigpkg_data.txt": "0" * (8 << 20)}
-    )  # small as long as it is packed
+    # Small as long as it is packed.
+    make_wheel(index.folder, "bigpkg", files={"bigpkg_data.txt": "0" * (8 << 20)})
     (kit.folder / "requirements.txt").write_text("tinypkg\nbigpkg\n")
     (kit.folder / "job.py").write_text(SAYS)
     # The inventory lies among the code, which is sent: a password is not for it.

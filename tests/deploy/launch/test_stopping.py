@@ -345,9 +345,8 @@ def test_a_ctrl_c_just_after_the_end_does_not_keep_it_off_the_record(
 def test_a_job_that_has_succeeded_is_said_to_have_whatever_its_script_wrote_as_its_result(
     nodes: Nodes, capsys: pytest.CaptureFixture[str], result: str | None, said: str
 ) -> None:
-    nodes.answers["read_file"] = lambda host, _: (
-        result if host == "a" else '{"accuracy": 0.1}'
-    )  # rank 0 is on a
+    # Rank 0 is on a.
+    nodes.answers["read_file"] = lambda host, _: result if host == "a" else '{"accuracy": 0.1}'
     nodes.run.started, nodes.run.ended = nodes.run.created, nodes.run.created + 7.0
     assert watch.conclude(nodes.run, nodes.client.channels, Verdict("succeeded", "trained to the end")) == 0
     assert capsys.readouterr().out.strip().splitlines()[0] == f"lab-1 trained to the end in 7 s{said}"

@@ -410,9 +410,8 @@ def test_a_running_run_is_refused_and_a_stopped_one_removed(local: Kit, tmp_path
     until(lambda: lock.exists() and lock.read_text(), what="a supervisor")
     refused = local.run("rm", found, "--yes")
     assert (refused.returncode, f"kit down {found} stops it" in refused.stderr) == (1, True), refused.stderr
-    os.kill(
-        int((record / "supervisor.lock").read_text()), 9
-    )  # nobody looks after it, and its agents are there
+    # Nobody looks after it, and its agents are there.
+    os.kill(int((record / "supervisor.lock").read_text()), 9)
     until(lambda: "  left " in local.run("runs").stdout, what="a run that is left")
     refused = local.run("rm", found, "--yes")
     assert refused.stderr.count("its agent on a runs (pid ") == 1

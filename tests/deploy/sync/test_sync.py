@@ -643,9 +643,10 @@ def test_two_syncs_each_first_on_one_of_the_hosts_do_not_wait_for_each_other(
 def test_lock_that_stays_taken_names_its_holder(code: Path, tmp_path: Path, open_way: Opener) -> None:
     first, second = open_way("rsync"), open_way("rsync")
     target = goal(second, tmp_path / "host")
+    # It never comes back.
     first.call(
         "tree.place", timeout_s=30, cache=target.cache, dest=target.dest, digest="?", owner="ann, process 7"
-    )  # and never comes back
+    )
 
     def is_told() -> bool:
         result = sync.send(list_code(code), {"gpu1": target}, timeout_s=1.0)["gpu1"]

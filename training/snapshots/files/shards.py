@@ -128,9 +128,8 @@ def files_of(folder: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _plan(folder: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any, Any]:
-    from torch.distributed.checkpoint.default_planner import (
-        DefaultLoadPlanner,
-    )  # slow to import, and rarely needed
+    # Slow to import, and rarely needed.
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = _read_metadata(folder)
