@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import BOOT, HostChannel, on_all, source
 from nodekit.deploy.host.probes.network.netstate import Firewall
@@ -218,7 +219,9 @@ def _environment(
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    return {**env, **environment(facts[host.name].gpus, gpus[host.name]), **host.env, **inventory.job.env}
+    found = facts[host.name]
+    env |= flight.read_once({}, found.torch or "")  # also which NCCL backend it is
+    return {**env, **environment(found.gpus, gpus[host.name]), **host.env, **inventory.job.env}
 
 
 def _run(

@@ -20,7 +20,9 @@ import warm_agents
 import yaml
 from agents import until
 from lab_hosts import BUSY_S, on, processes
+from test_plan import facts
 
+from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.connect.channel import BOOT, HostChannel, source
 from nodekit.deploy.lab.lab_cluster import Lab
@@ -171,6 +173,7 @@ def test_a_rendezvous_port_that_is_taken_is_named(site: Site) -> None:
 
 DRIVER = """
 import sys
+from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.connect import cluster
 from nodekit.deploy.plan import check
 from nodekit.deploy.preflight.network import netdeep
@@ -202,6 +205,17 @@ def test_nothing_is_left_on_any_host_when_kit_is_ended(lab: Lab, number: signal.
     finally:
         driver.kill()
         driver.communicate()
+
+
+@pytest.mark.parametrize("torch", ["2.13.0", "2.15.0+cu132"])
+@pytest.mark.parametrize("chosen", [{}, {"TORCH_DIST_USE_NCCL2": "1"}], ids=["kit's", "the user's"])
+def test_nccl_is_tried_as_the_ranks_will_use_it(torch: str, chosen: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text(yaml.safe_dump({"hosts": {"a": None}, "job": {"command": ["a.py"], "env": chosen}}))
+    inventory = load_inventory(file)
+    found = {"a": facts("a", torch=torch)}
+    env = netdeep._environment(inventory.hosts[0], inventory, found, {"a": ("eth0", "10.0.0.1")}, {"a": []})
+    assert flight.read_once(chosen, torch).items() <= env.items()
 
 
 def test_lines_that_a_library_prints_are_no_stages() -> None:
