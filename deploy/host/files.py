@@ -11,6 +11,8 @@ import threading
 import time
 from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar, Union
 
+from nodekit.deploy.host.errors import OF_THE_DISK
+
 T = TypeVar("T")
 # Folder → the thread that tries to write there, and why it could not.
 _trying: Dict[str, Tuple[threading.Thread, List[str]]] = {}
@@ -218,7 +220,7 @@ def _try_to_write(folder: str, why: List[str]) -> None:
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        if error.errno in (errno.EROFS, errno.EIO, errno.ESTALE):
+        if error.errno in OF_THE_DISK:
             why.append(os.strerror(error.errno))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nodekit.deploy.agent.telemetry import guess
+from nodekit.deploy.host.errors import SEE_TO_DISK
 from nodekit.deploy.host.schema import NodeStatus
 from nodekit.deploy.output import terminal
 
@@ -32,7 +33,7 @@ def absence(seen: NodeStatus) -> str:
 def unwritable(seen: NodeStatus) -> str:
     """Return why nothing can be written to the node's folder, and what to do; "" if it can be."""
     found = seen.get("unwritable")
-    return f"{found}; see to that disk (`sudo dmesg` there tells more)" if found else ""
+    return f"{found}; {SEE_TO_DISK}" if found else ""
 
 
 def status_line(seen: NodeStatus, *, now: float) -> str:

@@ -35,7 +35,7 @@ from nodekit.deploy.connect.channel import (
     program,
 )
 from nodekit.deploy.connect.ssh import SshConnection
-from nodekit.deploy.host import current_status, files, processes
+from nodekit.deploy.host import current_status, errors, files, processes
 from nodekit.deploy.host.logs import hostfollow
 from nodekit.deploy.host.node import agents, status
 from nodekit.deploy.host.node.fence import fence as set_fence
@@ -62,6 +62,18 @@ def test_what_to_do_comes_over_the_wire_as_a_field_of_its_own(channel: HostChann
     assert without.value.problem.cure == ""
     older = {"type": "OSError", "message": "it is full", "traceback": ""}  # of a host that sends no cure
     assert RemoteError("gpu1", older).problem == ("it is full", "", "")
+
+
+def test_of_a_folder_whose_disk_has_failed_it_is_said_what_to_see_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `kit down` says more than the error's number; but what is only not there has no such cure."""
+    monkeypatch.setattr(files, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(os, "open", failing(os.open, tmp_path / "agent.json", errno.EIO, 99))
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        agents.stop(str(tmp_path), grace_s=0.0)
+    assert errors.cure_of(caught.value) == "see to that disk (`sudo dmesg` there tells more)"
+    assert errors.cure_of(FileNotFoundError(errno.ENOENT, "none")) == ""
 
 
 @pytest.mark.parametrize(
