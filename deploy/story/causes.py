@@ -172,6 +172,10 @@ NODE_LOST_MEANWHILE = Cause(
     f"{_SEE_TO_NODE}; a job that goes on takes it back when it answers again (under Slurm, when the job is requeued)",
 )
 """The cause for a node that was lost while the run goes on."""
+DISK_CURE = (
+    "See to that disk (`sudo dmesg` there tells more); the node is started again when it can be written to: by the job "
+    "where that goes on, else by kit up"
+)
 TOO_FEW_NODES = Cause(
     "too-few-nodes",
     "fewer nodes are left than the job needs (nodes: in the inventory; all, where it does not say)",

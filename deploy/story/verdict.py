@@ -23,7 +23,7 @@ from nodekit.deploy.records.events import Event
 from nodekit.deploy.records.runs import ENDED, Outcome
 from nodekit.deploy.story.attempts import order, text_of
 from nodekit.deploy.story.cause import Cause
-from nodekit.deploy.story.causes import NODE_LOST, NODE_LOST_MEANWHILE, TOO_FEW_NODES, recognise
+from nodekit.deploy.story.causes import DISK_CURE, NODE_LOST, NODE_LOST_MEANWHILE, TOO_FEW_NODES, recognise
 from nodekit.deploy.story.losses import attempts_of, has_later, last_loss
 
 _WAITED = re.compile(r"Timed out waiting|Watchdog caught|Socket Timeout|monitoredBarrier|[Ww]ait timeout")
@@ -47,7 +47,7 @@ class Told:
     notice: str = ""
     """The last notice of its agent, which the user has seen."""
     unwritable: str = ""
-    """Why nothing could be written to its folder, as the user has been told last."""
+    """Why nothing can be written to its folder; "" if something was written since, or it can be."""
     silent_since: float = 0.0
     """Since when the node is unreachable, in seconds since 1970; 0 if it is reachable."""
     attempt: str = ""
@@ -156,7 +156,7 @@ def verdict(
     lost: tuple[str, ...] = tuple(_lost(name, nodes[name]) for name in gone)
     if "failed" not in outcomes.values():
         if also:
-            cause = because or (_cause_of_loss(nodes) if lost else None)
+            cause = because or (_cause_of_loss(nodes, gone, NODE_LOST) if lost else None)
             if lost and not any(name in also for name in gone):
                 also = f"{also}: {'; '.join(lost)}"
                 lost = ()
@@ -197,7 +197,7 @@ def explain(
         notes = [*(line for lines in words for line in lines[-6:]), *notes]
         text = "; ".join(lost[name] if lost else _lost(name, nodes[name]) for name in gone)
         others = _echoes([each for each in attempt if each.node not in gone], ", ".join(gone))
-        cause: Cause | None = NODE_LOST_MEANWHILE if lost else _cause_of_loss(nodes)
+        cause: Cause | None = _cause_of_loss(nodes, gone, NODE_LOST_MEANWHILE if lost else NODE_LOST)
         return Verdict("failed", text, no_progress, cause=cause, others=others, notes=(*notes,))
     if first is None:
         text = notes[0] if notes else also or "every node failed without a word"
@@ -224,7 +224,11 @@ def explain(
         cause=cause,
         others="" if absent else _others(first, attempt, num_well),
         awaited=tuple(absent),
-        notes=(*_failed_too(first, attempt), *(each for each in notes if each)),
+        notes=(
+            *_failed_too(first, attempt),
+            *(each for each in notes if each),
+            *(_unwritable(name, told) for name, told in nodes.items() if told.unwritable),
+        ),
     )
 
 
@@ -256,10 +260,17 @@ def _lost(name: str, told: Told) -> str:
     return f"{name} was lost: its agent {'could not go on' if told.cure else 'is gone without a word'}"
 
 
-def _cause_of_loss(nodes: Mapping[str, Told]) -> Cause:
-    """Return the cause of lost nodes: what one of them reported about itself, else that it went away."""
-    told = next((told for told in nodes.values() if told.outcome == "gone" and told.cure), None)
-    return Cause("node-unfit", told.message, told.cure) if told else NODE_LOST
+def _cause_of_loss(nodes: Mapping[str, Told], gone: Sequence[str], unknown: Cause) -> Cause:
+    """Return why nodes were lost: what one of them reported about itself, or its disk, or `unknown`."""
+    for told in (nodes[name] for name in gone):
+        if told.outcome == "gone" and told.cure:
+            return Cause("node-unfit", told.message, told.cure)
+    disks = [_unwritable(name, nodes[name]) for name in gone if nodes[name].unwritable]
+    return Cause("disk-unwritable", "; ".join(disks), DISK_CURE) if disks else unknown
+
+
+def _unwritable(name: str, told: Told) -> str:
+    return f"on {name} {told.unwritable}"
 
 
 def _others(first: Failure, attempt: Sequence[Failure], num_well: int) -> str:
@@ -379,6 +390,7 @@ def told_in(events: Sequence[Event]) -> dict[str, Told]:
                 cause="",
                 cure="",
                 no_progress=False,
+                unwritable="",  # what it has written since is read here
                 address=text_of(event.get("address")),
             )
         elif event.kind == "worker-failed":
@@ -394,6 +406,9 @@ def told_in(events: Sequence[Event]) -> dict[str, Told]:
         elif event.kind == "workers-started":
             node["attempt"] = str(event.get("attempt") or "")
             node["ranks"] = tuple(each["rank"] for each in event.get("workers") or ())
+            node["unwritable"] = ""
+        elif event.kind == "said":
+            node["unwritable"] = text_of(event.get("unwritable"))
         elif event.kind == "hang" and event.get("line"):
             node["notice"] = event.get("line")
         elif event.kind == "node-state" and event.get("state"):
@@ -484,6 +499,6 @@ def _of_a_run_that_goes_on(events: Sequence[Event], nodes: Mapping[str, Told]) -
         name: replace(node, attempt="", failures=tuple(each for each in node.failures if each in meant))
         for name, node in nodes.items()
     }
-    found = explain({name: node for name, node in told.items() if node.failures}, lost={})
+    found = explain({name: node for name, node in told.items() if node.failures or node.unwritable}, lost={})
     when = found.first.when if found.first else 0.0
     return replace(found, when=when, is_recovered=has_later(attempts, last))

@@ -564,11 +564,12 @@ class Supervisor:
                 self._view.say(text, is_event=True)
         if (notice := str(status.get("notice") or "")) != told.notice and notice:
             self._view.say(notice)
-        unfit = unwritable(status)
+        unfit = str(status.get("unwritable") or "")
         if unfit and unfit != told.unwritable:
-            text = f"warning: {name}: {unfit}"
+            text = f"warning: {name}: {unwritable(status)}"
             self._view.say(text, is_event=True)
-            self._note("said", text=text)
+            self._note("said", about=name, text=text, unwritable=unfit)
+        attempt = str(status.get("attempt") or told.attempt)
         state = str(status.get("state") or ("starting" if status.get("agent") else ""))
         message = str(status.get("message") or "")
         cure = str(status.get("cure") or "")
@@ -583,8 +584,9 @@ class Supervisor:
             cure=cure,
             no_progress=bool(status.get("no_progress")),
             notice=notice,
-            unwritable=unfit or told.unwritable,  # not told again and again
-            attempt=str(status.get("attempt") or told.attempt),
+            # Not told again and again; but it has written since where it is in another attempt.
+            unwritable=unfit or (told.unwritable if attempt == told.attempt else ""),
+            attempt=attempt,
             ranks=tuple(each["rank"] for each in status.get("workers") or ()) or told.ranks,
             ended=tuple(status.get("ended") or ()),
             address=str(status.get("address") or told.address),

@@ -25,7 +25,7 @@ from nodekit.deploy.agent.ranks.failures import (
 from nodekit.deploy.records.events import Event, parse_all
 from nodekit.deploy.screen.verdict_screen import screen, trace
 from nodekit.deploy.story.cause import Cause
-from nodekit.deploy.story.causes import BY_SLURM_STATE, TOO_FEW_NODES, recognise
+from nodekit.deploy.story.causes import BY_SLURM_STATE, DISK_CURE, TOO_FEW_NODES, recognise
 from nodekit.deploy.story.verdict import Told, Verdict, explain, told_in, verdict, verdict_of
 
 CASES = sorted((RECORDED / "failures").glob("*.json"))
@@ -581,6 +581,32 @@ def test_of_a_run_that_goes_on_the_nodes_are_lost_that_the_others_have_missed(
     assert (found.cause.name if found.cause else "") == cause
     assert found.when
     assert found.is_recovered == (events[-1].kind == "rendezvous")
+
+
+@pytest.mark.parametrize("state", ["running", "failed"])
+def test_a_node_that_left_because_nothing_could_be_written_there_is_not_put_down_to_power(state: str) -> None:
+    why = "nothing can be written to /r/n2: Read-only file system"
+    disk = event("said", None, 15.0, about="n2", text=f"warning: n2: {why}; see to it", unwritable=why)
+    ran = event("node-state", None, 2.0, about="n2", state="running")
+    ends = [event("agent-ended", each, 90.0, state="failed") for each in ("n1", "n3")]
+
+    def found(*events: Event) -> Verdict:
+        told = verdict_of(
+            [*events, *(ends if state == "failed" else [])], max_restarts=3, state=state, reason=""
+        )
+        assert told is not None
+        return told
+
+    lost = found(*THREE, ran, disk, *CRASH[len(THREE) :])
+    assert lost.cause == Cause("disk-unwritable", f"on n2 {why}", DISK_CURE)
+    own = found(*THREE, ran, disk, failed("n1", 0, 20.0, BOOM))
+    assert own.first is not None
+    assert f"on n2 {why}" in own.notes
+    # It could be written to again, and was lost later.
+    again = [*met("0.1", 16.0, "n1", "n2", "n3"), event("workers-started", "n2", 16.5, attempt="0.1", workers=[])]
+    mended = found(*THREE, ran, disk, *again, *CRASH[len(THREE) : -1], failed("n3", 2, 20.1, LOST, "0.1"))
+    assert mended.cause is not None
+    assert mended.cause.name == "node-lost"
 
 
 def test_a_nodes_clock_is_taken_out_of_when_it_failed(tmp_path: Path) -> None:

@@ -741,6 +741,10 @@ def test_a_node_that_can_write_nothing_is_told_of_once(
         why = "nothing can be written to /r/a: Read-only file system"
         for each in (status, {**status, "unwritable": why}, status, {**status, "unwritable": why}):
             supervisor._tell("a", each)
+        (noted,) = (each for each in events.read(supervisor._run.folder) if each.get("unwritable"))
+        assert (noted.about, noted.get("unwritable"), supervisor._told["a"].unwritable) == ("a", why, why)
+        supervisor._tell("a", {**status, "attempt": "0.1"})
+        assert supervisor._told["a"].unwritable == ""  # it has written that
     told = [text for text in view.said if why in text]
     assert told == [f"warning: a: {why}; see to that disk (`sudo dmesg` there tells more)"]
 
