@@ -17,6 +17,7 @@ from nodekit.inventory.errors import NotWritten
 
 RETRY_S = 1.0
 LOOK_S = 1.0  # how often to check whether another process has ended the run, or started it again
+STALLED_S = 5.0  # a write that took longer than this is reported: meanwhile nothing was decided
 LAST_WORDS_S = 5.0  # once the record has the run's end, how long its nodes may still report how they ended
 
 
@@ -82,9 +83,12 @@ class RecordWriter:
         except NotWritten:
             return is_known
         if self._problem and gatherer.add():
-            lost = f"; {gatherer.num_lost} events are lost" if gatherer.num_lost else ""
-            self._problem, gatherer.num_lost = "", 0
-            self._view.say(f"{self._run.folder} can be written again{lost}", is_event=True)
+            num_lost, self._problem, gatherer.num_lost = gatherer.num_lost, "", 0
+            text = f"{self._run.folder} can be written again"
+            if num_lost:
+                text += f"; {num_lost} events are lost"
+                self._run.event("said", text=text, num_lost=num_lost)
+            self._view.say(text, is_event=True)
         return True
 
     def write_plan(self, name: str, node: NodePlan, clock_offset_s: float) -> None:
@@ -111,13 +115,29 @@ class RecordWriter:
     def _changing(self) -> Iterator[None]:
         """Change the record, and write it; raises as `write_plan`."""
         try:
-            with self._run.changing(mends=True) as is_damaged:
+            with self.timed(), self._run.changing(mends=True) as is_damaged:
                 self._refuse_over()
                 yield
         except NotWritten as error:
             self.cannot_write(str(error))
             raise
         self._tell_of_mending(is_damaged=is_damaged)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Report it afterwards where a write to the run's folder has taken long, as to a disk that is frozen."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            if (took_s := time.monotonic() - began) > STALLED_S:
+                folder = self._run.folder
+                text = (
+                    f"{folder} could not be written for {took_s:.0f} s: its disk did not answer; meanwhile the job "
+                    f"trained on, but nothing was started in place of what was lost; see to the disk (df {folder})"
+                )
+                self._view.say(text, is_event=True)
+                self._run.event("said", text=text)
 
     def _refuse_over(self) -> None:
         """Raise Over if the record, just read, shows that this supervisor's run has ended or was started again."""

@@ -475,7 +475,8 @@ class Supervisor:
         self._statuses[name] = status
         if self._acts:
             offset = self._run.clock_offsets.get(name, 0.0)
-            self._gatherer.heard(name, status, clock_offset=offset)
+            with self._writer.timed():
+                self._gatherer.heard(name, status, clock_offset=offset)
         self._tell(name, status)
         left = {"problem": seen.problem, "broken": seen.broken} if not status["alive"] else {}
         new = seen_of(status, **left)
@@ -490,7 +491,11 @@ class Supervisor:
 
     def _note(self, kind: EventKind, **fields: Any) -> None:
         """Add an event to the run's, if this process acts; else the supervisor that acts records the same."""
-        if self._acts and not self._gatherer.add(self._run.event_line(kind, **fields)):
+        if not self._acts:
+            return
+        with self._writer.timed():
+            is_written = self._gatherer.add(self._run.event_line(kind, **fields))
+        if not is_written:
             self._writer.cannot_write(NO_ROOM.format(self._run.folder))
 
     def _note_error(self, kind: EventKind, name: str, error: KitError) -> str:
@@ -504,7 +509,9 @@ class Supervisor:
         """Add a node's events to the run's; a process that only watches keeps the last ones, in case it takes over."""
         if self._acts:
             offset = self._run.clock_offsets.get(name, 0.0)
-            if not self._gatherer.add_of_node(name, found, clock_offset=offset):
+            with self._writer.timed():
+                is_written = self._gatherer.add_of_node(name, found, clock_offset=offset)
+            if not is_written:
                 self._writer.cannot_write(NO_ROOM.format(self._run.folder))
             set_s = self._gatherer.clock_offset(name, offset) - offset
             if set_s and self._writer.write_clocks({name: offset + set_s}):

@@ -4,16 +4,26 @@ It is told again from the run's events: which rank on which node failed first, b
 with its own words; what that did to the others; the known cause and its cure; what the kernel of that node
 said; where the full log is, and the command that goes on.
 
-While a run goes on, it shows what the run last recovered from: a rank's failure or the loss of a node.
+While a run goes on, it shows what the run last recovered from: a rank's failure or the loss of a node. Where
+this machine's record has a gap, it says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nodekit.deploy.commands import arguments
+
+if TYPE_CHECKING:
+    from nodekit.deploy.records.events import Event
+    from nodekit.deploy.records.runs import Run
+
+UNWRITTEN_S = 30.0  # the status of each node is written every few seconds
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -37,12 +47,15 @@ def run(args: argparse.Namespace) -> int:
     if found is not None:
         record.left_out = record.left_out or run.left_out
         found = verdict_screen.with_left_out(record, found)
+    gap = record_gap(run, events)
     if args.json:
         told = found.to_dict() if found else None
         resume = verdict_screen.resume_command(run) if run.state in ("failed", "stopped") else ""
-        print(json.dumps({"run_id": run.run_id, "state": run.state, "why": told, "resume": resume}, indent=2))
+        fields = {"run_id": run.run_id, "state": run.state, "why": told, "resume": resume, "record_gap": gap}
+        print(json.dumps(fields, indent=2))
     elif found is None:
-        print(f"{run.run_id} is {run.state}, and no rank or node has failed so far")
+        known = ", as far as its record goes" if gap else " so far"
+        print(f"{run.run_id} is {run.state}, and no rank or node has failed{known}")
     elif run.state == "failed":
         record.verdict, record.state = run.verdict, run.state
         print("\n".join(verdict_screen.failed_screen(record, found)))
@@ -62,4 +75,41 @@ def run(args: argparse.Namespace) -> int:
             found, title=run.run_id, run_id=run.run_id, width=width, height=height - 2
         )
         print("\n".join(lines))
+    if gap and not args.json:
+        print(f"note: {gap}")
     return 0
+
+
+def record_gap(run: Run, events: Sequence[Event]) -> str:
+    """Return what this machine's record of a run lacks, and why; "" if it lacks nothing, or is kept elsewhere."""
+    from nodekit.deploy.records import locks
+    from nodekit.deploy.records.events import FILE
+    from nodekit.deploy.records.runs import LIVE
+
+    if not run.is_led_here:
+        return ""
+    lost = [event for event in events if event.kind == "said" and event.get("num_lost")]
+    before = f"{lost[-1].get('num_lost')} events before {_clock(lost[-1].time)} are lost" if lost else ""
+    if run.state not in LIVE or locks.is_starting(run):
+        return f"the record has a gap: {before}" if before else ""
+    try:
+        last = (run.folder / FILE).stat().st_mtime
+        is_full = os.statvfs(run.folder).f_bavail == 0
+    except OSError as error:
+        why = f"{run.folder / FILE} cannot be seen: {error.strerror}"
+    else:
+        if not locks.is_supervised(run):
+            why = f"nobody has supervised this run since about {_clock(last)}: kit up does"
+        elif is_full:
+            why = f"nothing can be added to {run.folder}: its disk is full (df {run.folder})"
+        elif time.time() - last > UNWRITTEN_S:
+            why = (
+                f"nothing was written to {run.folder} since {_clock(last)}: see to its disk (df {run.folder})"
+            )
+        else:
+            return f"the record has a gap: {before}" if before else ""
+    return f"the record has a gap: {why}. kit status asks the nodes themselves"
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))

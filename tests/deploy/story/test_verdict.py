@@ -603,7 +603,10 @@ def test_a_node_that_left_because_nothing_could_be_written_there_is_not_put_down
     assert own.first is not None
     assert f"on n2 {why}" in own.notes
     # It could be written to again, and was lost later.
-    again = [*met("0.1", 16.0, "n1", "n2", "n3"), event("workers-started", "n2", 16.5, attempt="0.1", workers=[])]
+    again = [
+        *met("0.1", 16.0, "n1", "n2", "n3"),
+        event("workers-started", "n2", 16.5, attempt="0.1", workers=[]),
+    ]
     mended = found(*THREE, ran, disk, *again, *CRASH[len(THREE) : -1], failed("n3", 2, 20.1, LOST, "0.1"))
     assert mended.cause is not None
     assert mended.cause.name == "node-lost"

@@ -679,6 +679,29 @@ def test_a_full_disk_is_told_once_and_no_generation_is_begun_before_it_is_on_rec
         assert "join" in kinds
 
 
+def test_a_disk_that_did_not_answer_for_a_while_is_told_of_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_writer, "STALLED_S", 0.1)
+    add = events.append_private
+
+    def slow(path: str, data: bytes) -> None:
+        time.sleep(0.2 if b"first-progress" in data else 0)
+        add(path, data)
+
+    with supervising(Nodes(tmp_path, monkeypatch), monkeypatch, lambda state, _: (state, [])) as (
+        supervisor,
+        view,
+    ):
+        monkeypatch.setattr(events, "append_private", slow)
+        supervisor._note("first-progress", about="a")
+        folder = supervisor._run.folder
+        (said,) = (text for text in view.said if "did not answer" in text)
+        assert said.startswith(f"{folder} could not be written for 0 s: its disk did not answer; ")
+        (noted,) = (each for each in events.read(folder) if each.kind == "said")
+        assert noted.get("text") == said
+
+
 def test_no_node_is_started_before_it_is_known_who_is_drained_and_what_is_known_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
