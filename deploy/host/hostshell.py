@@ -61,7 +61,8 @@ def run(argv: List[str], part: Callable[[Any], None], limit_s: Optional[float] =
                 start_new_session=True,
             )
         except OSError as error:
-            part(["err", "kit: cannot run %s here: %s\n" % (argv[0], error.strerror)])
+            hint = "; with words in one pair of quotes, put before it: sh -c" if " " in argv[0] else ""
+            part(["err", "kit: cannot run %s here: %s%s\n" % (argv[0], error.strerror, hint)])
             return {"status": 127 if error.errno == errno.ENOENT else 126, "timed_out": False, "left": []}
         _is_running.set()
     with process.stdout, process.stderr:  # type: ignore[union-attr]  # they are pipes

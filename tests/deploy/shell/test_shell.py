@@ -92,7 +92,8 @@ def test_each_hosts_exit_is_told_and_one_that_is_not_zero_is_the_commands(kit: K
     done = kit.run("shell", "lab.yaml", "node[1-2]", "--", "no such; command")
     assert done.returncode == 1
     assert lines_of(done.stderr, "node2") == [
-        "kit: cannot run no such; command here: No such file or directory"
+        "kit: cannot run no such; command here: No such file or directory; "
+        "with words in one pair of quotes, put before it: sh -c"
     ]
     assert done.stderr.endswith("exit 127  node[1-2]\n")
 
