@@ -190,6 +190,12 @@ BY_WORDS = (
         "See its mode (chmod +x) and its first line, which names its program (#!/bin/bash)",
     ),
     known(
+        "notebook-command",
+        r"name 'get_ipython' is not defined",
+        "the script was exported from a notebook, and has a line with ! or % of it, which only IPython runs",
+        "Take the lines with get_ipython() out of the script; packages are installed on the nodes before",
+    ),
+    known(
         "no-local-rank-option",
         r"error: the following arguments are required: [^\n]*--local[-_]rank",
         "the script wants the option --local_rank, which torch.distributed.launch gives, and torchrun and kit do not",

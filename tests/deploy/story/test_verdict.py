@@ -180,6 +180,7 @@ def test_numbers_of_a_full_gpu_are_told() -> None:
         ("Usage: x.py [OPTIONS]\n\nError: No such option: --y", 2, "wrong-usage", False),
         ("python -m nodekit.training: /data/train is not there: is it mounted?", 2, "", True),
         ("a.c:1:1: error: argument\nmake: *** [all] Error 1", 2, "", True),
+        ("Traceback\nNameError: name 'get_ipython' is not defined", 1, "notebook-command", False),
         ("run.sh: line 3: syntax error near unexpected token", 2, "", True),
         ("Traceback (most recent call last):\n  File \"a.py\", line 1, in f\nError: usage: x", 2, "", True),
     ],
