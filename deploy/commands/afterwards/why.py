@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nodekit.deploy.records.events import Event
     from nodekit.deploy.records.runs import Run
 
-UNWRITTEN_S = 30.0  # the status of each node is written every few seconds
+UNWRITTEN_S = 30.0  # nodes report something every few seconds
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -83,32 +83,34 @@ def run(args: argparse.Namespace) -> int:
 def record_gap(run: Run, events: Sequence[Event]) -> str:
     """Return what this machine's record of a run lacks, and why; "" if it lacks nothing, or is kept elsewhere."""
     from nodekit.deploy.records import locks
-    from nodekit.deploy.records.events import FILE
     from nodekit.deploy.records.runs import LIVE
 
     if not run.is_led_here:
         return ""
     lost = [event for event in events if event.kind == "said" and event.get("num_lost")]
     before = f"{lost[-1].get('num_lost')} events before {_clock(lost[-1].time)} are lost" if lost else ""
-    if run.state not in LIVE or locks.is_starting(run):
+    why = _why_unwritten(run) if run.state in LIVE and not locks.is_starting(run) else ""
+    if not why:
         return f"the record has a gap: {before}" if before else ""
+    return f"the record has a gap: {why}. kit status asks the nodes themselves"
+
+
+def _why_unwritten(run: Run) -> str:
+    """Return why nothing is added to the record of a run that goes on; "" if something is."""
+    from nodekit.deploy.records import locks
+    from nodekit.deploy.records.events import FILE
+
     try:
         last = (run.folder / FILE).stat().st_mtime
         is_full = os.statvfs(run.folder).f_bavail == 0
     except OSError as error:
-        why = f"{run.folder / FILE} cannot be seen: {error.strerror}"
-    else:
-        if not locks.is_supervised(run):
-            why = f"nobody has supervised this run since about {_clock(last)}: kit up does"
-        elif is_full:
-            why = f"nothing can be added to {run.folder}: its disk is full (df {run.folder})"
-        elif time.time() - last > UNWRITTEN_S:
-            why = (
-                f"nothing was written to {run.folder} since {_clock(last)}: see to its disk (df {run.folder})"
-            )
-        else:
-            return f"the record has a gap: {before}" if before else ""
-    return f"the record has a gap: {why}. kit status asks the nodes themselves"
+        return f"{run.folder / FILE} cannot be seen: {error.strerror}"
+    if not locks.is_supervised(run):
+        return f"nobody has supervised this run since about {_clock(last)}: kit up does"
+    if time.time() - last < UNWRITTEN_S:
+        return ""
+    disk = "its disk is full" if is_full else "its disk does not answer, or no node can be reached"
+    return f"nothing was added to {run.folder} since {_clock(last)}: {disk} (df {run.folder})"
 
 
 def _clock(when: float) -> str:
