@@ -121,11 +121,13 @@ class Slurm:
     def job_below(self, folder: str) -> str:
         """Return the id of the user's pending or running job or array whose script is in this folder; "" if none.
 
+        With --all, since squeue omits jobs in partitions that are hidden.
+
         Raises:
             Unanswered: Slurm does not answer.
         """
         status, out, err = self.asked(
-            "squeue", "--noheader", "--me", "--format=%F %o", env=dict.fromkeys(_FILTERS)
+            "squeue", "--noheader", "--me", "--all", "--format=%F %o", env=dict.fromkeys(_FILTERS)
         )
         if status:
             raise Unanswered(f"{self._channel.host}: squeue: {err.strip()}")
@@ -146,8 +148,8 @@ class Slurm:
             raise
 
     def partitions(self) -> dict[str, dict[str, str]]:
-        """Return partition → its fields as scontrol shows them; the default partition is first."""
-        status, out, err = self.asked("scontrol", "show", "partition", "--oneliner")
+        """Return partition → its fields as scontrol shows them, hidden ones too; the default partition is first."""
+        status, out, err = self.asked("scontrol", "--all", "show", "partition", "--oneliner")
         if status:
             raise Unanswered(f"{self._channel.host}: Slurm does not answer: {err.strip()}")
         found = [_fields(line) for line in out.splitlines() if line.strip()]

@@ -311,6 +311,18 @@ def test_the_default_partition_is_first_and_others_go_by_name() -> None:
         choose_partition("main,gpu", there)
 
 
+def test_a_hidden_partition_is_there_all_the_same() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    class Site(Recorded):
+        def call(self, op: str, *, argv: tuple[str, ...], **_: Any) -> dict[str, Any]:
+            asked.append(argv)
+            return super().call(op, argv=argv)
+
+    Slurm(Site({"scontrol": (0, "", "")})).partitions()  # type: ignore[arg-type]  # all that is called
+    assert asked == [("scontrol", "--all", "show", "partition", "--oneliner")]
+
+
 @pytest.mark.parametrize(
     ("given", "time_min", "expected"),
     [
