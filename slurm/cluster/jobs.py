@@ -271,7 +271,8 @@ def choose_partition(name: str | None, there: dict[str, dict[str, str]]) -> dict
     absent: Sequence[str] = [each for each in names if each not in there]
     if absent or not names:
         raise KitError(
-            f"slurm.partition: found {', '.join(absent)!r}", wanted=f"one of {', '.join(there)} (see sinfo)"
+            f"slurm.partition (or SBATCH_PARTITION): found {', '.join(absent)!r}",
+            wanted=f"one of {', '.join(there)} (see sinfo)",
         )
     return there[names[0]]
 

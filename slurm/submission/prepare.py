@@ -105,7 +105,7 @@ def prepare(
     with phases.phase("check") as said:
         ready, argv = _checked(channel, inventory, argv, run_id, private, options, said)
     with phases.phase("shared") as said:
-        problem = _not_shared(channel, ready.shared_dir, settings)
+        problem = _not_shared(channel, ready.shared_dir, _as_sbatch_has_it(channel, settings))
         said.append("not tried" if problem else "a node sees the same folder")
     if problem:
         warn(f"warning: {problem}")
@@ -167,9 +167,10 @@ def _checked(
             f"found a % or a backslash in {run_dir}, where Slurm would write to a folder of another name",
             cure="choose another slurm.shared_dir, or name: of the inventory",
         )
-    partition = choose_partition(settings.partition, Slurm(channel).partitions())
+    known = _as_sbatch_has_it(channel, settings)
+    partition = choose_partition(known.partition, Slurm(channel).partitions())
     minutes = time_limit(settings.time_min, partition)
-    if problem := beyond_limits(settings, minutes, partition) or account_problem(Slurm(channel), settings):
+    if problem := beyond_limits(known, minutes, partition) or account_problem(Slurm(channel), settings):
         raise KitError(*problem)
     sync.send_package(package, {LOGIN: channel}, {LOGIN: shared_dir}, timeout_s=SYNC_TIMEOUT_S)
     ready = Ready(
@@ -308,6 +309,18 @@ def _check_host(channel: HostChannel, found: Mapping[str, Any], inventory: Inven
         )
 
 
+def _as_sbatch_has_it(channel: HostChannel, settings: SlurmSettings) -> SlurmSettings:
+    """Return the settings with the partition, account and quality of service that sbatch takes from elsewhere.
+
+    These are `slurm.extra`, and then, for what the inventory does not name, the login node's SBATCH_ variables.
+    """
+    found = {}
+    for key in ("partition", "account", "qos"):
+        value = settings.extra.get(key) or getattr(settings, key)
+        found[key] = value or Slurm(channel).run("printenv", f"SBATCH_{key.upper()}")[1].strip() or None
+    return settings.model_copy(update=found)
+
+
 def _not_shared(channel: HostChannel, shared_dir: str, settings: SlurmSettings) -> str:
     """Have a node read a file from the shared folder; return a warning if no node can try it now, else "".
 
@@ -329,12 +342,15 @@ def _not_shared(channel: HostChannel, shared_dir: str, settings: SlurmSettings) 
         Slurm(channel).run("rm", "-f", name)
     if word in out.split():  # a site's task prolog may print more
         return ""
-    if absent := [line for line in err.splitlines() if Path(name).name in line and "No such file" in line]:
+    said = [line.strip() for line in err.splitlines() if Path(name).name in line]
+    if absent := [line for line in said if "No such file" in line]:
         raise KitError(
             f"slurm.shared_dir: {shared_dir} on the nodes is not the folder that the login node has "
-            f"({absent[0].strip()})",
+            f"({absent[0]})",
             cure="name one that they share",
         )
+    if said:
+        return f"a node cannot read slurm.shared_dir, without which the job fails ({said[0]})"
     return "no idle node to try whether slurm.shared_dir is shared"
 
 

@@ -47,7 +47,7 @@ from nodekit.slurm.cluster.jobs import (
 from nodekit.slurm.cluster.login import of_a_job
 from nodekit.slurm.sbatch_parameters import inventory_keys, overriding, parameters, planned_gpus, written
 from nodekit.slurm.submission import submit
-from nodekit.slurm.submission.prepare import Ready, _not_shared, dry_run, prepare
+from nodekit.slurm.submission.prepare import Ready, _as_sbatch_has_it, _not_shared, dry_run, prepare
 
 
 def recorded(name: str) -> str:
@@ -155,6 +155,11 @@ def test_what_a_job_has_in_its_environment_is_not_for_another_job() -> None:
             "bash: cat: No such file or directory",
             "no idle node to try whether slurm.shared_dir is shared",
         ),
+        (
+            "",
+            "cat: NAME: Permission denied\nsrun: error: n1: task 0: Exited with exit code 1",
+            "a node cannot read slurm.shared_dir, without which the job fails (cat: NAME: Permission denied)",
+        ),
         ("", "Job 5\ncat: NAME: No such file or directory", None),
     ],
 )
@@ -180,12 +185,34 @@ def test_a_folder_is_shared_unless_a_node_says_that_its_file_is_not_there(
         return _not_shared(Node({}), "/s/a dir", settings(nodes=1))  # type: ignore[arg-type]  # it has what is called
 
     if expected is not None:
-        assert find() == expected
+        assert find() == expected.replace("NAME", file["NAME"] if file else "")
         return
     with pytest.raises(
         KitError, match=r"is not the folder that the login node has .*No such file or directory"
     ):
         find()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "of the shell"),
+        ({"partition": "named"}, "named"),
+        ({"extra": {"partition": "further"}}, "further"),
+    ],
+)
+def test_a_job_is_checked_against_the_partition_that_sbatch_will_use(
+    given: dict[str, Any], expected: str
+) -> None:
+    """The limits of another one, as of the default, would refuse what this one takes."""
+
+    class Shell(Recorded):
+        def call(self, op: str, *, argv: tuple[str, ...], **_: Any) -> dict[str, Any]:
+            is_set = argv == ("printenv", "SBATCH_PARTITION")
+            return {"status": int(not is_set), "out": "of the shell\n" if is_set else "", "err": ""}
+
+    seen = _as_sbatch_has_it(Shell({}), settings(**given))  # type: ignore[arg-type]  # it has what is called
+    assert (seen.partition, seen.account, seen.qos) == (expected, None, None)
 
 
 def test_a_node_that_takes_long_to_start_ends_no_kit_up() -> None:
@@ -307,7 +334,7 @@ def test_the_default_partition_is_first_and_others_go_by_name() -> None:
     assert list(there) == ["main", "urgent"]
     assert choose_partition(None, there)["PartitionName"] == "main"
     assert choose_partition("urgent,main", there)["PartitionName"] == "urgent"
-    with pytest.raises(KitError, match=r"slurm\.partition: found 'gpu', wanted one of main, urgent"):
+    with pytest.raises(KitError, match=r"SBATCH_PARTITION\): found 'gpu', wanted one of main, urgent"):
         choose_partition("main,gpu", there)
 
 
