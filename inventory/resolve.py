@@ -23,12 +23,17 @@ _NOT_IN_EXTRA = {
     "array": "slurm.array",
     "nodes": "slurm.nodes",
     "setup": "slurm.setup",
+    "signal": "slurm.extra.signal_delay_s (seconds before the time limit): the signal is kit's",
     "srun_args": "slurm.srun_args",
+    "clusters": "none: set SLURM_CLUSTERS, which squeue, scontrol and scancel follow, too",
     **dict.fromkeys(
         (
             "command",
+            "error",
             "folder",
             "map_count",
+            "ntasks",
+            "ntasks_per_node",
             "open_mode",
             "output",
             "parsable",
@@ -39,7 +44,9 @@ _NOT_IN_EXTRA = {
         "none: kit needs its own",
     ),
 }
-"""Options of sbatch and submitit that kit sets itself: with other values it would not find its job or the output."""
+"""Options of sbatch and submitit that kit sets itself: with other values it would not find its job or the output, not
+hear of the time limit, or have two tasks on a node.
+"""
 _SECRET_PATHS = (
     ("hooks.slack.com", "/services/"),
     ("discord.com", "/api/webhooks/"),
