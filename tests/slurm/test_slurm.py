@@ -522,7 +522,7 @@ def wait_for_a_save(folder: Path) -> None:
 
 def test_what_cannot_run_is_refused_before_it_is_queued(site: Site, tmp_path: Path) -> None:
     cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-        "partition": ({"partition": "nope"}, {}, "slurm.partition (or SBATCH_PARTITION): found 'nope', wanted one of main, urgent"),
+        "partition": ({"partition": "nope"}, {}, "slurm.partition (or SBATCH_PARTITION): found 'nope'"),
         "time": ({"time": 300}, {}, "slurm.time"),
         "nodes": ({"nodes": 9}, {}, "slurm.nodes"),
         "memory": ({"mem_gb": 64}, {}, "slurm.mem_gb"),
