@@ -46,7 +46,7 @@ def test_the_newest_of_all_numbers_is_brought_and_stays_where_it_was(
 
 def test_where_none_is_newer_nothing_is_brought(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path, 4, 8)
-    own = saved(tmp_path / "node1", 8)
+    own = saved(tmp_path / "node1", 4, 8)
     bring_newer(tmp_path / "node1", tmp_path)
     assert names(tmp_path / "node1") == own
     assert not capsys.readouterr().out
@@ -60,11 +60,12 @@ def test_parts_of_a_sharded_one_are_gathered_from_all_numbers(tmp_path: Path) ->
         for part in parts:
             (payload / f"{part}.distcp").write_text(part)
         (node / "snapshots" / f"{name}.json").write_text("")
-    bring_newer(tmp_path, tmp_path)
-    found = (tmp_path / "snapshots" / f"{name}-0123456789abcdef.dcp").iterdir()
-    assert {path.name: path.read_text() for path in found} == {
-        f"{part}.distcp": part for part in ("__0_0", "__1_0", "__2_0")
-    }
+    for own in (tmp_path, tmp_path / "node2"):  # also where it has no part of it yet
+        bring_newer(own, tmp_path)
+        found = (own / "snapshots" / f"{name}-0123456789abcdef.dcp").iterdir()
+        assert {path.name: path.read_text() for path in found} == {
+            f"{part}.distcp": part for part in ("__0_0", "__1_0", "__2_0")
+        }
 
 
 def test_training_does_not_begin_at_step_0_where_a_folder_cannot_be_read(
@@ -79,3 +80,29 @@ def test_training_does_not_begin_at_step_0_where_a_folder_cannot_be_read(
     saved(tmp_path, 4)
     bring_newer(tmp_path, tmp_path)
     assert "whether a newer snapshot is in" in caplog.text
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_what_belongs_to_the_newest_snapshot_is_brought_with_it(has: bool, tmp_path: Path) -> None:
+    """Its state refers to the curve so far and to the best weights. The other number keeps its own."""
+    saved(tmp_path, 4)
+    saved(tmp_path / "node1", 8)
+    written = [(tmp_path / "node1", "of step 8"), *([(tmp_path, "of step 4")] if has else [])]
+    for node, text in written:
+        (node / "best").mkdir()
+        for file in (node / "metrics.jsonl", node / "best" / "weights"):
+            file.write_text(text)
+    bring_newer(tmp_path, tmp_path)
+    for node in (tmp_path, tmp_path / "node1"):
+        assert (node / "metrics.jsonl").read_text() == (node / "best" / "weights").read_text() == "of step 8"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "metrics.jsonl", "node1", "snapshots"]
+
+
+def test_a_snapshot_is_brought_also_where_no_curve_and_no_best_weights_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Into a folder that is not there yet, too."""
+    saved(tmp_path / "node1", 8)
+    bring_newer(tmp_path / "node2", tmp_path)
+    assert [each.step for each in Snapshots(tmp_path / "node2" / "snapshots").manifests()] == [8]
+    assert not caplog.text
