@@ -254,6 +254,8 @@ def _attempt(
         if isinstance(error, Fenced):
             stop.end_within_grace(EXIT_FENCED)
             print(f"nodekit: {error}", file=sys.stderr)
+            if kept is not None and world.may_stay:  # it is to stop; see `EmergencySave.keep`
+                kept.save()
             world.close()
             return EXIT_FENCED
         if why:
