@@ -142,20 +142,26 @@ def test_a_training_that_diverges_is_not_taken_back_for_ever(
 def test_the_loop_that_is_gone_back_from_is_freed_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And has saved its snapshot, with which the next one begins."""
     made: list[weakref.ref[Any]] = []
+    settled: list[int] = []
 
     class InACycle:
-        def __init__(self, *_: object, without: object) -> None:
+        def __init__(self, *_: object, without: set[tuple[int, int]]) -> None:
+            assert without == {(0, number) for number, _ in enumerate(made, 1)}
             assert all(each() is None for each in made), "the next one needs its memory"
+            assert len(settled) == len(made)
             self.own = self
             self.sampler = SimpleNamespace(steps_per_epoch=8)
-            self.saver = SimpleNamespace(settle=lambda: None, snapshots=SimpleNamespace(peers=None))
+            self.saver = SimpleNamespace(
+                settle=lambda: settled.append(1), snapshots=SimpleNamespace(peers=None)
+            )
             made.append(weakref.ref(self))
 
         def run(self) -> dict[str, Any]:
             if len(made) < 3:
                 error = NotFinite("loss", 7, [(0, NAN, "gpu1")])
-                error.batches = ((0, 0),)
+                error.batches = ((0, len(made)),)
                 raise error
             return {"steps": 8}
 
