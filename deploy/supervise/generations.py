@@ -75,7 +75,7 @@ def _why_broken(turn: Turn) -> str | None:
         and (not host.alive or host.state == "fenced")
         and (host.generation == state.generation or state.host in wiped)
     )
-    host_coming = host.reachable and state.host not in own and turn.is_coming(state.host)
+    host_coming = state.host not in own and turn.is_coming(state.host)
     blocked = [name for name in own if seen[name].blocked]
     orphans = [name for name in own if seen[name].state in ("orphaned", "fenced")]
     coming = {name for name in turn.in_sight if turn.is_coming(name)}

@@ -219,6 +219,16 @@ def test_without_its_host_a_generation_is_fenced_and_the_next_begins_on_the_surv
     assert not story.state.has_trained
 
 
+def test_a_host_that_has_joined_is_not_waited_for_when_the_next_node_is_lost_soon_after() -> None:
+    """It was called in less than a minute ago: that is no reason to wait any more."""
+    story = Story().all_run()
+    story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
+    story.sees(2, **fenced("b", "c", "d", generation=0, fence=1))
+    story.sees(2, **{name: running("b", "c", "d", generation=1) for name in "bcd"})
+    left = {name: agent("rendezvous", generation=1, blocked="too few") for name in "bc"}
+    assert Fence("b", 2) in story.sees(3, d=ended(generation=1), **left)
+
+
 def test_a_fence_counts_only_once_the_workers_are_gone() -> None:
     story = Story(rules=dataclasses.replace(RULES, min_nodes=1)).all_run()
     story.sees(1, a=UNSEEN, **orphans("b", "c", "d"))
