@@ -104,6 +104,17 @@ def test_a_pause_ends_the_attempt_and_what_it_keeps_is_for_the_next_one(
     assert run_attempts(train) is kept  # type: ignore[comparison-overlap]
 
 
+def test_a_script_sets_how_long_a_collective_and_a_stop_may_take() -> None:
+    found: list[float] = []
+    assert (
+        run_attempts(
+            lambda *own: found.extend((own[0].timeout_s, own[1].grace_s)) or 3, grace_s=5, timeout_s=7
+        )
+        == 3
+    )
+    assert found == [7, 5]
+
+
 @pytest.mark.parametrize("num_ranks", ["", "0", "4"])
 def test_who_is_started_before_its_attempt_is_known_waits_for_it(
     num_ranks: str, monkeypatch: pytest.MonkeyPatch

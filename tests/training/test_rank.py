@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from nodekit.training import Stop, World, loop, rank
 from nodekit.training.options.arguments import parse
@@ -30,12 +31,15 @@ class Ending:
         """What was done with the step, the other ranks and the snapshot that is being written."""
         self.limits: list[int] = []
         """By which exit statuses this process would have ended after the grace."""
+        self.num_closed = 0
+        """How often the process group was left for good; who goes on leaves it before the next attempt."""
         self.kept_alive: list[object] = []
         self.progress_file = folder / "rank0"
         self.stop = Stop()
         self._monkeypatch = monkeypatch
         monkeypatch.setattr(Stop, "end_within_grace", lambda _, exit_code: self.limits.append(exit_code))
         monkeypatch.setattr(World, "leave_others", lambda _: self.calls.append("leaves"))
+        monkeypatch.setattr(World, "close", self._close)
         monkeypatch.setattr(rank, "_KEPT_ALIVE", self.kept_alive)
         monkeypatch.setattr(rank, "_report", lambda error: self.calls.append(f"reports {error}"))
 
@@ -60,7 +64,10 @@ class Ending:
                 raise found
             return found
 
-        def make(*_: object, **__: object) -> Any:
+        def make(_: object, own: World, *__: object, **___: object) -> Any:
+            assert dist.is_initialized() == (own.kept is not None), (
+                "the first attempt's group is joined before"
+            )
             if stops:
                 self.stop.request()
             return made_loop if made else ended(ends_by)
@@ -77,9 +84,15 @@ class Ending:
         own = replace(World.from_env({}), progress_file=self.progress_file, **{"may_stay": True, **world})
         options = parse(["--output", str(self.progress_file.parent)], {})
         try:
-            return rank._attempt(options, own, cast(Any, None), self.stop, parent)
+            found = rank._attempt(options, own, cast(Any, None), self.stop, parent)
         finally:
-            own.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        assert self.num_closed == (not isinstance(found, Kept)), "the others may wait for this rank's end"
+        return found
+
+    def _close(self, *_: object) -> None:
+        self.num_closed += 1
 
 
 @pytest.fixture
@@ -199,3 +212,7 @@ def test_a_pause_ends_the_attempt_with_the_step_and_without_one_the_rank(ending:
     assert step.has_paused
     assert ending.kept_alive == ["its group"]
     assert ending(None, None, is_paused=True) == EXIT_STOPPED
+
+
+def test_a_node_that_comes_in_at_the_last_step_is_not_waited_for(ending: Ending) -> None:
+    assert ending({"steps": 3}, ending.step(), is_paused=True) == 0

@@ -211,10 +211,11 @@ class Edges:
 
     def __init__(self, folder: Path, clock: Clock, **options: Any) -> None:
         self.said: list[str] = []
+        self.reported: list[str] = []
         self.pauses: list[tuple[str, dict[str, Any]]] = []
         report = SimpleNamespace(
-            alive=lambda: None,
-            leave_out=lambda: None,
+            alive=lambda: self.reported.append("alive"),
+            leave_out=lambda: self.reported.append("left out"),
             say=self.said.append,
             tell=lambda kind, **fields: self.pauses.append((kind, fields)),
         )
@@ -292,6 +293,25 @@ def test_the_last_step_is_saved_also_where_the_cost_of_the_one_before_is_told_wi
 def test_steps_that_were_asked_for_are_saved_whatever_is_under_way(tmp_path: Path, clock: Clock) -> None:
     edges = Edges(tmp_path, clock, every=2)
     assert [edges.next(1.0) for _ in range(6)] == [False, True] * 3
+    # Where sums arrive one step later, as on GPUs, the step after it would be saved.
+    assert [edges.saver.is_certain(step) for step in (1, 2, 3, 4)] == [False, True] * 2
+    assert not Edges(tmp_path, clock).saver.is_certain(2)
+
+
+def test_what_a_snapshot_and_an_evaluation_take_is_no_steps_time_and_no_hang(
+    tmp_path: Path, clock: Clock
+) -> None:
+    edges = Edges(tmp_path, clock)
+    assert [edges.next(1.0, stall_s=0.25) for _ in range(3)] == [False, False, True]
+    assert edges.reported == ["alive", "left out", "alive"]
+    edges.saver.snapshots.wait()
+    edges.clock.now_s += 60.0  # an evaluation
+    edges.saver.paused()
+    edges.next(1.0)
+    assert edges.reported[3:] == ["left out"]
+    assert edges.saver.interval_s == interval_s(0.25, trained_s=64.25, num_restarts=0), (
+        "no cost of the snapshot"
+    )
 
 
 def test_three_failures_in_a_row_are_told_with_what_to_do_and_so_is_the_end_of_them(
