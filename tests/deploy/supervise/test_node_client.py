@@ -60,6 +60,9 @@ def test_what_a_node_runs_is_on_record_before_it_does(nodes: Nodes) -> None:
 
     ((name, node, num_warm),) = recorded
     assert (name, num_warm) == ("c", 0)
+    asked = [operation for _, operation, _ in nodes.calls]
+    # What was sent to it before may be gone, as from a scratch folder that is swept.
+    assert asked.index("tree.keep_package") < asked.index("prestart") < asked.index("start")
     ((_, given),) = nodes.of("start")
     assert (given["spec"]["generation"], given["spec"]["local_addr"]) == (3, node.local_addr)
     assert (nodes.run.folder / "run.json").read_bytes() == before, "that is the supervisor's to write"
@@ -205,7 +208,7 @@ def test_a_node_that_comes_back_has_what_the_others_have_and_not_what_it_had(
     ],
 )
 def test_a_host_that_comes_back_with_fewer_gpus_than_planned_is_broken(
-    nodes: Nodes, there: tuple[int, ...], problem: str, refusal: str
+    nodes: Nodes, there: tuple[int, ...], problem: str, refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes.run.nodes["b"]["gpus"] = [0, 1]
     found = facts(
@@ -214,9 +217,11 @@ def test_a_host_that_comes_back_with_fewer_gpus_than_planned_is_broken(
     if not refusal:
         nodes.client._refuse_broken("b", found)
         return
+    monkeypatch.setattr(check, "gather", lambda *_, **__: {"b": found})
     with pytest.raises(BrokenHost) as refused:
-        nodes.client._refuse_broken("b", found)
+        start_anew(nodes, "b", is_new=False)
     assert str(refused.value).startswith(refusal)
+    assert nodes.of("prestart") == []
 
 
 def test_a_node_that_is_not_to_be_had_is_told_by_its_name(nodes: Nodes) -> None:
