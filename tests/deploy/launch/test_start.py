@@ -437,6 +437,96 @@ def test_where_the_rendezvous_host_is_lost_before_its_agent_was_started_another_
     assert list(find_runs.find("lab-1").earlier) == [lost]
 
 
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    """Of a run that goes on in generation 2."""
+    found = Nodes(tmp_path, monkeypatch)
+    with found.run.changing():
+        found.run.state, found.run.generation = "starting", 2
+    return found
+
+
+def starting_of(nodes: Nodes, *, goes_on: bool = True) -> tuple[start._Starting, Plan]:
+    """A start of a and b, whose code lies in its place; c and d are spares."""
+    options = Options(inventory=nodes.inventory.path, quiet=True)
+    starting = start._Starting(nodes.inventory, nodes.run if goes_on else None, options, "lab-1")
+    starting._package = sync.package()
+    return starting, Plan("lab-1", tuple(nodes.client.node(name) for name in "ab"))
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_agents_are_prestarted_once_with_kits_package_there_and_what_was_left_of_others_ended(
+    nodes: Nodes, goes_on: bool
+) -> None:
+    """No agent of an earlier generation goes on beside them. Tried again, the start ends none of its own."""
+    starting, planned = starting_of(nodes, goes_on=goes_on)
+    for _ in range(2):
+        starting.send(nodes.client, planned, {name: facts(name) for name in "ab"})
+    for name in "ab":
+        once = ["tree.keep_package", *(["stop"] if goes_on else []), "prestart", "fence"]
+        asked = [operation for each, operation, _ in nodes.calls if each == name]
+        assert asked == [*once, "tree.keep_package", "fence"]
+    assert {args["generation"] for _, args in nodes.of("fence")} == {2}
+    assert [args["for_good"] for _, args in nodes.of("stop")] == [False, False] * goes_on
+
+
+@pytest.mark.parametrize(
+    "error", [None, ChannelLost("b", "no answer within 30 s"), HostError("b", "its disk is full")]
+)
+def test_who_votes_is_on_record_before_an_agent_is_started_and_who_may_have_missed_its_start_is_lost(
+    nodes: Nodes, error: HostError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[Any] = []
+
+    def begins(name: str, given: dict[str, Any]) -> None:
+        found = find_runs.find("lab-1")
+        assert (found.judgement["generation"], found.judgement["host"], found.state) == (2, "a", "starting")
+        assert (given["spec"]["generation"], given["port"]) == (2, 4711 if name == "a" else None)
+        if name == "b" and error is not None:
+            raise error
+
+    def wait_started(_: object, names: list[str], *, least: int, lost: dict[str, Any], **__: object) -> Any:
+        waits.append((names, least, [*lost], find_runs.find("lab-1").state))
+        return lost
+
+    monkeypatch.setattr(start, "wait_started", wait_started)
+    nodes.answers["start"] = begins
+    starting, planned = starting_of(nodes)
+    lost = ["b"] if error else []
+    assert [*starting.start_agents(nodes.client, planned, start._Code("abc", {}))] == lost
+    assert waits == [(["a", "b"], 1, lost, "running")]
+    assert find_runs.find("lab-1").code_digest == "abc"
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_run_that_somebody_stops_while_it_is_started_is_not_said_to_run(
+    nodes: Nodes, is_late: bool
+) -> None:
+    def begins(*_: object) -> None:
+        nodes.run.say_stop("kit down")
+
+    starting, planned = starting_of(nodes)
+    if is_late:
+        nodes.answers["start"] = begins
+    else:
+        nodes.run.say_stop("kit down")
+    with pytest.raises(KitError, match="was stopped while it was being started, by kit down"):
+        starting.start_agents(nodes.client, planned, start._Code("abc", {}))
+    assert find_runs.find("lab-1").state == "starting"
+    assert bool(nodes.of("start")) == is_late
+
+
+def test_a_start_that_fails_by_itself_ends_and_takes_that_for_no_lost_host(nodes: Nodes) -> None:
+    def begins(name: str, _: object) -> None:
+        if name == "b":
+            raise KitError("no secrets.env")
+
+    nodes.answers["start"] = begins
+    starting, planned = starting_of(nodes)
+    with pytest.raises(KitError, match=r"no secrets\.env"):
+        starting.start_agents(nodes.client, planned, start._Code("abc", {}))
+
+
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_a_ctrl_c_while_a_start_is_put_on_record_leaves_no_run_that_starts_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
