@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from nodekit.training.snapshots import parts
+from nodekit.training.snapshots.files.fence import Fenced
 from nodekit.training.snapshots.files.found import NoneLoads
 from nodekit.training.snapshots.files.manifest import Damaged
 from nodekit.training.snapshots.parts import _Spread, transfers
-from nodekit.training.snapshots.peers import Transfer
+from nodekit.training.snapshots.peers import Peers, Transfer
 
 FILES = {"a": ("hash a", 10), "b": ("hash b", 20), "c": ("hash c", 30)}
 
@@ -175,3 +177,25 @@ def test_of_those_that_have_a_file_the_least_busy_sends_it() -> None:
         ("a", 1, 0), ("b", 2, 0), ("c", 1, 0), ("c", 2, 3)
     ]  # fmt: skip
     assert found[0] == Transfer("a", "hash a", 10, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no room"), ValueError("no safe object"), Fenced(0, 1, "/snapshots")]
+)
+def test_what_fails_on_one_rank_is_raised_there_as_it_is_and_on_the_others_with_its_rank(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose generation is over ends, and does not take that for a save that has failed."""
+    peers = Peers.__new__(Peers)
+
+    def call() -> int:
+        raise error
+
+    monkeypatch.setattr(peers, "gather", lambda own: [(5, None), own])
+    with pytest.raises(type(error)) as raised:
+        peers.together(call)
+    assert raised.value is error
+    assert peers.together(lambda: 7) == [5, 7]
+    monkeypatch.setattr(peers, "gather", lambda own: [own, (None, str(error))])
+    with pytest.raises(OSError, match=re.escape(f"rank 1: {error}")):
+        peers.together(lambda: 7)
