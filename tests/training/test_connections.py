@@ -39,6 +39,23 @@ def test_a_rank_that_waits_and_does_nothing_is_deaf(monkeypatch: pytest.MonkeyPa
     assert found_deaf(lambda: others.wait(), is_told.set)
 
 
+def test_the_kernel_keeps_a_groups_connections_alive_through_a_long_step() -> None:
+    def is_kept_alive(connection: socket.socket) -> int:
+        return connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as earlier,
+    ):
+        with connections.opened():
+            one = socket.create_connection(listener.getsockname())
+            other = socket.create_server(("127.0.0.1", 0))
+        with one, other:
+            assert [is_kept_alive(each) for each in (one, other, earlier)] == [1, 0, 0]
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                assert one.getsockopt(socket.IPPROTO_TCP, option) == connections.KEEPALIVE_S
+
+
 def test_a_rank_that_waits_for_its_own_disk_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Snapshots.wait`, say: who left the others then would end, with the snapshot half written."""
     monkeypatch.setattr(connections, "DEAF_S", 0.3)

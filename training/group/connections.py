@@ -31,6 +31,9 @@ another rank were lost, without a traceback.
 DEAF_S = 1.5
 """A main thread that still waits for others so long after the connections were shut will never get an error."""
 _BACKEND = 3  # its place among the arguments of torch's function that makes a group
+KEEPALIVE_S = 30
+"""How often the kernel sends a probe where nothing else is sent. Firewalls forget a connection that was silent for some
+minutes, and drop what comes later: gloo, which sets nothing of this, would wait in vain after a long step."""
 _LOOK_S, _IDLE_S = 0.1, 0.005
 _QUIET_S, _ARRIVE_S = 0.015, 0.05
 _WAITS_BY = re.compile(r"\.wait\(")
@@ -68,6 +71,7 @@ def opened() -> Iterator[Connections]:
     finally:
         found.update(_sockets() - before)
         _opened.update(found)
+        _each_connection(found, _keep_alive)
 
 
 def shut_down(which: Connections = _opened) -> None:
@@ -75,12 +79,24 @@ def shut_down(which: Connections = _opened) -> None:
 
     Not a socket that listens: gloo ends the process if that one fails.
     """
-    for descriptor, inode in which & _sockets():
+    _each_connection(which & _sockets(), lambda connection: connection.shutdown(socket.SHUT_RDWR))
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Linux waits for the interval (75 s) after each probe, whatever was sent since.
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        connection.setsockopt(socket.IPPROTO_TCP, option, KEEPALIVE_S)
+
+
+def _each_connection(which: Connections, call: Callable[[socket.socket], object]) -> None:
+    """Call this for each of these that is a TCP connection, and the same one still."""
+    for descriptor, inode in which:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             is_same = os.fstat(connection.fileno()).st_ino == inode  # the number may be another's by now
             listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if is_same and not listens and connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.shutdown(socket.SHUT_RDWR)
+                call(connection)
 
 
 def let_arrive() -> None:
