@@ -19,7 +19,7 @@ from nodekit.training.group.agent_messages import AgentMessages, messages_from
 from nodekit.training.group.collectives import broadcast_object, gather_objects, start_sum
 from nodekit.training.group.initmethod import InitMethod
 from nodekit.training.process import devices
-from nodekit.training.process.stages import KEEPING, STARTING
+from nodekit.training.process.stages import KEEPING, MEETING, STARTING
 from nodekit.training.process.stop import signals_put_off
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class World:
 
     def __enter__(self) -> "World":
         """Set the device and join the process group; returns when all ranks are there."""
-        self.stage("meeting the other ranks")
+        self.stage(MEETING)
         nccl.prepare(aborts=self.aborts_nccl)
         if self.messages is not None:
             self.messages.when("lost", self.leave_others, is_default=True)

@@ -2,6 +2,7 @@
 
 STARTING = "starting: "
 """The beginning of the file before the first step; the stage's name follows."""
+MEETING = "meeting the other ranks"
 KEEPING = "another rank is lost: keeping the newest step"
 PAUSING = "another node comes in: pausing after this step"
 """In the stages KEEPING and PAUSING, the agent does not kill the rank before the grace period is over."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.agent.hang.hang import Progress
 from nodekit.deploy.agent.hang.stacks import Frame, Stack
+from nodekit.training.process.stages import MEETING
 
 # Files that are not the user's code. kit's own count as the user's, since kit's training module is a job too.
 _LIBRARY = re.compile(
@@ -26,7 +27,7 @@ _OPERATION = re.compile(
 )
 # C functions leave no frame: recognize them by the line that calls them.
 _C_CALL = re.compile(
-    r"(?:\.(wait|item|tolist|cpu|synchronize|nonzero)|store\w*(?:\(\))?\.(get|wait)|\.(to)(?=\(.cpu))\("
+    r"(?:\.(wait|item|tolist|cpu|synchronize|nonzero)|store\w*(?:\(\))?\.(get|wait)|\.(to)(?=\(.cpu)|reducer\.(_rebuild_buckets))\("
 )
 _TORCH = re.compile(r"(?:^|/)torch/(?!utils/data/|multiprocessing/)")
 _FOR_A_GPU = ("item", "tolist", "cpu", "to", "synchronize", "nonzero")
@@ -203,6 +204,9 @@ def _behind(stacks: Mapping[int, Stack], progress: Mapping[int, Progress]) -> tu
     for rank, each in sorted(progress.items()):
         if rank in stacks and each.stage:
             stages.setdefault(each.stage, []).append(rank)
+    if len(stages) > 1 and (meeting := stages.pop(MEETING, [])):
+        # Who is at a later stage has met all others, and waits for these, even if they are more.
+        return meeting, f"{MEETING}: is it the network between them? others {' or '.join(sorted(stages))}"
     (few, own), *others = sorted(stages.items(), key=lambda each: len(each[1])) or [("", [])]
     if len(others) == 1 and len(own) < len(others[0][1]):
         return own, f"{few}, others {others[0][0]}"

@@ -27,7 +27,7 @@ from nodekit.deploy.agent.hang import stacks as stacks_module
 from nodekit.deploy.agent.hang.culprit import explain, waiting
 from nodekit.deploy.agent.hang.hang import Learnt, Progress, Watch, read_progress
 from nodekit.deploy.agent.hang.stacks import Frame, Stack, parse_faulthandler, stacks
-from nodekit.training.process.stages import STARTING
+from nodekit.training.process.stages import MEETING, STARTING
 
 POLL_S = 1.0
 
@@ -418,6 +418,11 @@ DDP_INIT = """
 _verify_param_shape_across_processes (torch/distributed/utils.py:286)
 DistributedDataParallel.__init__ (torch/nn/parallel/distributed.py:1064)
 train (coll.py:36)"""
+DDP_REBUILDS = """
+DistributedDataParallel._pre_forward (torch/nn/parallel/distributed.py:1775) if self.reducer._rebuild_buckets():
+DistributedDataParallel.forward (torch/nn/parallel/distributed.py:1886)
+Module._call_impl (torch/nn/modules/module.py:1789)
+train (coll.py:37)"""
 RECV = """
 recv (torch/distributed/distributed_c10d.py:2799)
 _exception_logger.<locals>.wrapper (torch/distributed/c10d_logger.py:83)
@@ -485,6 +490,7 @@ def ranks_in(*texts: str, states: str = "") -> dict[int, Stack]:
         (FUNCTIONAL, "wait_tensor"),
         (FSDP, "all_gather_single"),
         (DDP_INIT, "_verify_param_shape_across_processes"),
+        (DDP_REBUILDS, "_rebuild_buckets"),
         (RECV, "recv"),
         (WORK_WAIT, "wait"),
         (STORE_GET, "get"),
@@ -579,6 +585,11 @@ def at(*stages: str) -> dict[int, Progress]:
         (
             ranks_in(LOCK, LOCK, LOCK), at("loading the snapshot", "meeting", "meeting"), [0],
             "rank 0 on n0 is behind (loading the snapshot, others meeting), in train (coll.py:14)",
+        ),
+        (  # nothing goes from rank 1 to rank 2, and rank 0 has met both
+            ranks_in(ALL_REDUCE, INIT, INIT), at("making the engine", MEETING, MEETING), [1, 2],
+            f"ranks 1 on n1 and 2 on n0 are behind ({MEETING}: is it the network between them? "
+            "others making the engine), in init_process_group (coll.py:4); 1 other waits for them in all_reduce",
         ),
         (
             ranks_in(ALL_REDUCE, ALL_REDUCE, ALL_REDUCE), steps(7, 3, 7), [1],
