@@ -236,6 +236,9 @@ class RoundWatch:
         """``failed`` for a reason, or if too many attempts in a row have brought no progress; else ``again``."""
         if reason is None and self.budget.is_fruitless:
             reason = f"{MAX_ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without progress"
+            # Ranks that stay have not failed: of what kept them apart nobody else tells.
+            if said := self._attempts.not_connected():
+                reason += f": {said}"
         if reason is None:
             return "again"
         self.failed_as = reason

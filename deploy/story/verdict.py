@@ -190,7 +190,8 @@ def explain(
     last = _last_attempt(nodes, failures)
     attempt = [failure for failure in failures if order(failure.attempt) == last]
     first = first_cause(attempt)
-    hints = tuple(dict.fromkeys(told.notice for told in nodes.values() if told.notice))
+    # Of a hang, without the stack below: the user has seen that, and here lines are wrapped into one.
+    hints = tuple(dict.fromkeys(told.notice.splitlines()[0] for told in nodes.values() if told.notice))
     if gone and all(blames_another(failure) or is_network(failure) for failure in attempt):
         # Ranks that lose a peer report a network error; the cause is that the peer's node is gone.
         words = [nodes[name].message.strip().splitlines() for name in gone if not nodes[name].cure]
@@ -203,7 +204,8 @@ def explain(
         text = notes[0] if notes else also or "every node failed without a word"
         is_short = any(told.cause == "too-few-nodes" for told in nodes.values())
         cause = TOO_FEW_NODES if is_short else recognise("\n".join(notes), 0)
-        return Verdict("failed", text, no_progress, cause=cause, notes=(*notes[1:], *hints))
+        spoken_of = _spoken_of("\n".join(notes), nodes)
+        return Verdict("failed", text, no_progress, cause=cause, notes=(*notes[1:], *spoken_of, *hints))
     attempts = {each.attempt for each in failures}
     which = f", in the last of {len(attempts)} attempts" if len(attempts) > 1 else ""
     cause = recognise(first.error, first.exitcode, first.kernel)
@@ -213,7 +215,7 @@ def explain(
     ]
     num_well = sum(len(told.ended) for told in nodes.values() if told.attempt == first.attempt)
     if blames_another(first):
-        notes = [*_spoken_of(first, nodes), *hints, *notes]
+        notes = [*_spoken_of(first.error, nodes, by=first.node), *hints, *notes]
     if len(attempts) == 1 and max_restarts == 0:
         notes = [*notes, "job.max_restarts is 0: a failed rank ends the job"]
     return Verdict(
@@ -311,16 +313,16 @@ def _others(first: Failure, attempt: Sequence[Failure], num_well: int) -> str:
     return f"{text}: {', '.join(parts)}"
 
 
-def _spoken_of(first: Failure, nodes: Mapping[str, Told]) -> list[str]:
-    """Return notes on which nodes the IP addresses in an error belong to, since torch names no nodes."""
+def _spoken_of(text: str, nodes: Mapping[str, Told], *, by: str = "") -> list[str]:
+    """Return notes on which nodes other than `by` the IP addresses in a text are of, since torch names no nodes."""
     names: dict[str, list[str]] = {}
     for name, told in nodes.items():
         names.setdefault(told.address, []).append(name)
     return [
         f"{address}, of which it speaks, is {those[0]}"
         for address, those in names.items()
-        if address and len(those) == 1 and those[0] != first.node  # nodes of one host share an address
-        if re.search(rf"(?<![\w.:]){re.escape(address)}(?![\w.])", first.error)
+        if address and len(those) == 1 and those[0] != by  # nodes of one host share an address
+        if re.search(rf"(?<![\w.:]){re.escape(address)}(?![\w.])", text)
     ]
 
 

@@ -21,6 +21,7 @@ import torch
 from nodekit.deploy.agent.hang import flight
 from nodekit.deploy.agent.ranks import children
 from nodekit.deploy.agent.ranks.failures import (
+    NOT_CONNECTED,
     is_cause,
     is_secondary,
     last_words,
@@ -361,6 +362,13 @@ class Attempts:
             pids = [self._pids_then.get(each["rank"], 0), *others]
             each["kernel"] = self._kernel.said(pids)
 
+    def not_connected(self) -> str:
+        """What a rank of this attempt has said of another one to which it could not connect; "" if none has."""
+        for rank in self.ranks.values():
+            if found := NOT_CONNECTED.findall(self._end_of_log(rank)[0]):
+                return f"rank {rank}: {found[-1]}"
+        return ""
+
     def say_why(self, exits: Mapping[int, int]) -> bool:
         """Whether the last words of a rank in `exits` are the cause of the end of the whole round."""
         return any(
@@ -555,6 +563,10 @@ class Attempts:
 
     def _last_words(self, rank: int, exitcode: int) -> tuple[str, float]:
         """The end of a rank's log that tells why it ended, and when its last line was written; 0 for an empty log."""
+        text, written = self._end_of_log(rank)
+        return last_words(text, exitcode), written
+
+    def _end_of_log(self, rank: int) -> tuple[str, float]:
         text, written = "", 0.0
         with contextlib.suppress(OSError), open(self._log_of(rank), "rb") as file:  # noqa: PTH123
             stat = os.fstat(file.fileno())
@@ -562,7 +574,7 @@ class Attempts:
                 written = stat.st_mtime
                 file.seek(max(0, stat.st_size - LOG_TAIL_BYTES))
                 text = file.read().decode("utf-8", "replace")
-        return last_words(text, exitcode), written
+        return text, written
 
 
 def is_training_module(spec: AgentSpec) -> bool:

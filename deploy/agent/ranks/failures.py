@@ -36,6 +36,10 @@ _NETWORK = re.compile(
     r"\bNCCL\b|nccl[A-Z]\w+Error|\bgloo\b|c10d|Dist(?:Backend|Network|Store)Error|TCPStore|client socket has",
     re.IGNORECASE,
 )
+NOT_CONNECTED = re.compile(
+    r"(?:connectFullMesh failed|gloo[^\n]*timed out connecting)[^\n]*?\bremote=\[[^\]\n]*\]"
+)
+"""What a rank prints that cannot connect to another one."""
 # Errors that this rank or its host has caused itself, even if they also mention the network.
 _OWN = re.compile(
     r"address already in use|EADDRINUSE|Duplicate GPU|no socket interface|neither AF_INET|out of memory"

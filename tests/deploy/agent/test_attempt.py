@@ -307,6 +307,20 @@ def test_what_is_on_record_of_a_failure(node: Node) -> None:
     assert killed["log"] == str(logs[1])
 
 
+def test_a_rank_that_stays_says_to_whom_it_could_not_connect(node: Node) -> None:
+    log = Path(node.own._log_of(5))
+    log.write_text(
+        "nodekit: another rank is lost: waiting with step 66 (Connection closed by peer [10.0.0.2]:9)\n"
+    )
+    assert node.own.not_connected() == ""
+    said = (
+        "connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:152] timed out connecting: "
+        "SO_ERROR: No route to host, remote=[10.0.0.3]"
+    )
+    log.write_text(f"nodekit: another rank is lost: waiting with step 66 (Gloo {said}:61358$2)\n")
+    assert node.own.not_connected() == f"rank 5: {said}"
+
+
 def test_who_ended_without_a_word_failed_when_it_was_found(node: Node) -> None:
     """Not at the time 0, before all others."""
     node.ends(0, -signal.SIGTERM)

@@ -61,7 +61,7 @@ class Round:
             replace=lambda _: setattr(self, "replaced", self.replaced + 1),
             poll=lambda: self.exits, failed_while_pausing=lambda: self.exits,
             say_why=lambda _: False, hears_of_a_loss=lambda: False,
-            failures=self._failures, ask_the_kernel=lambda _: None, kill=self.killed.append,
+            not_connected=lambda: "", failures=self._failures, ask_the_kernel=lambda _: None, kill=self.killed.append,
             pause=lambda: self.is_pausing,
         )  # fmt: skip
         self.record: Any = SimpleNamespace(
@@ -317,6 +317,9 @@ def test_ten_attempts_in_a_row_without_progress_are_enough_whatever_ended_them()
     own.rendezvous.waiting, own.rendezvous.here = 1, {"n0", "n2"}
     assert [own.changes() for _ in range(10)] == ["again"] * 9 + ["failed"]
     assert own.watch.failed_as == "10 attempts in a row without progress"
+    own.attempts.not_connected = lambda: "rank 2: connectFullMesh failed"
+    assert own.changes() == "failed"
+    assert own.watch.failed_as == "10 attempts in a row without progress: rank 2: connectFullMesh failed"
 
 
 # --- while the agents meet, and the ranks train on ----------------------------------------------------------

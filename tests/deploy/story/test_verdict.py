@@ -386,6 +386,24 @@ def test_when_all_only_lost_each_other_none_is_called_the_one_that_failed() -> N
     assert found.cause.name == "peer-lost"
 
 
+def test_where_ranks_that_stay_could_not_connect_the_node_that_they_speak_of_is_named() -> None:
+    ten = "10 attempts in a row without progress"
+    said = f"{ten}: rank 2: connectFullMesh failed with [gloo/pair.cc:152] timed out connecting, remote=[10.0.0.2]"
+    found = verdict(
+        {
+            "n1": Told(
+                state="failed", message=ten, address="10.0.0.1", notice="all wait\n    train (a.py:3)"
+            ),
+            "n2": Told(state="failed", message=ten, address="10.0.0.2"),
+            "n3": Told(state="failed", message=said, address="10.0.0.3"),
+        },
+        max_restarts=3,
+    )
+    assert found.cause is not None
+    assert found.cause.name == "gloo-connect"
+    assert found.notes == (f"n3: {said}", "10.0.0.2, of which it speaks, is n2", "all wait")
+
+
 # --- the screen ---
 
 
