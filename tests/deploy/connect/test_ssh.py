@@ -705,6 +705,25 @@ def silent() -> Iterator[socket.socket]:
         yield server
 
 
+def test_a_way_on_which_large_packets_are_lost_is_told_of(target: Make, start_sshd: Start) -> None:
+    """The greeting is small, and the first message that fills a packet never comes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                while connection.recv(1 << 16):
+                    pass
+
+        greeter = threading.Thread(target=greet)
+        greeter.start()
+        with pytest.raises(HostError, match=r"has greeted, but did not agree on keys within 2 s") as caught:
+            ssh.connect(target(start_sshd(), port=server.getsockname()[1]), timeout_s=2)
+        greeter.join()
+    assert "are large packets lost on the way" in caught.value.problem.cure
+
+
 def test_port_that_never_greets_is_bounded(target: Make, start_sshd: Start, silent: socket.socket) -> None:
     silent.listen(100)  # it is called more than once
     port = silent.getsockname()[1]
