@@ -161,9 +161,8 @@ class Client:
             found = f"{self.where} did not {phase} within {clock.timeout_s:g} s"
             if self._proxy is not None and not self._is_greeted:
                 raise self._no_proxy(self._proxy, found) from None
-            if (
-                self._is_greeted and self.host_key is None
-            ):  # the first message that fills a packet comes after that
+            # The first message that fills a packet comes after that.
+            if self._is_greeted and self.host_key is None:
                 found = f"{self.where} has greeted, but did not agree on keys within {clock.timeout_s:g} s"
                 cure = f"are large packets lost on the way (`ping -M do -s 1472 {self.host}`; a smaller MTU cures it)?"
                 raise self.problem(found, cure=f"{cure} Or is it overloaded?") from None

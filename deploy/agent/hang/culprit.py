@@ -27,7 +27,8 @@ _OPERATION = re.compile(
 )
 # C functions leave no frame: recognize them by the line that calls them.
 _C_CALL = re.compile(
-    r"(?:\.(wait|item|tolist|cpu|synchronize|nonzero)|store\w*(?:\(\))?\.(get|wait)|\.(to)(?=\(.cpu)|reducer\.(_rebuild_buckets))\("
+    r"(?:\.(wait|item|tolist|cpu|synchronize|nonzero)|store\w*(?:\(\))?\.(get|wait)|\.(to)(?=\(.cpu)"
+    r"|reducer\.(_rebuild_buckets))\("
 )
 _TORCH = re.compile(r"(?:^|/)torch/(?!utils/data/|multiprocessing/)")
 _FOR_A_GPU = ("item", "tolist", "cpu", "to", "synchronize", "nonzero")
