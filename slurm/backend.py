@@ -25,7 +25,7 @@ from nodekit.inventory.schema import Host, Inventory
 from nodekit.slurm import run as runner
 from nodekit.slurm.cluster import shared_folder
 from nodekit.slurm.cluster.accounts import usage
-from nodekit.slurm.cluster.jobs import Slurm, Unanswered, Watched
+from nodekit.slurm.cluster.jobs import Unanswered, Watched, slurm_of
 from nodekit.slurm.cluster.login import LOGIN, host_of, login
 from nodekit.slurm.cluster.shared_folder import events_of, forget_secrets, record_end, record_of
 from nodekit.slurm.submission import prepare
@@ -98,7 +98,7 @@ class SlurmBackend:
                 data={"job": None, "used": None, "status": {}},
             )
         with login(restore(run.inventory), ssh) as channel:
-            slurm = Slurm(channel)
+            slurm = slurm_of(run, channel)
             runner.find_job(run, slurm)
             watched = Watched(slurm, run.slurm["job_id"])
             watched.look()
@@ -178,7 +178,7 @@ class SlurmBackend:
         """Return a line about the job if Slurm still has it, else ""; if the job is over, record how it ended."""
         if run.state in runs.ENDED or LOGIN not in channels:
             return ""
-        slurm = Slurm(channels[LOGIN])
+        slurm = slurm_of(run, channels[LOGIN])
         runner.find_job(run, slurm)
         job = slurm.job(run.slurm["job_id"])
         if not job.is_over:
@@ -209,7 +209,7 @@ class SlurmBackend:
         try:
             if runner.is_being_submitted(run):
                 return False
-            slurm = Slurm(channels[LOGIN])
+            slurm = slurm_of(run, channels[LOGIN])
             runner.find_job(run, slurm)
             return slurm.job(run.slurm["job_id"]).is_over
         except (HostError, Unanswered):  # the caller's own reads report an unreachable host, and retry

@@ -14,7 +14,7 @@ from nodekit.deploy.metrics.metrics_port import Place
 from nodekit.deploy.records.runs import Run
 from nodekit.deploy.supervise.observer import Observer
 from nodekit.inventory.errors import KitError
-from nodekit.slurm.cluster.jobs import Slurm, Watched
+from nodekit.slurm.cluster.jobs import Watched, slurm_of
 from nodekit.slurm.cluster.shared_folder import LOST, SharedFolder, record_of
 
 LOOK_S = 5.0  # between reads; Prometheus asks every 15 s, or less often
@@ -45,7 +45,7 @@ def served(run: Run, channel: HostChannel, place: Place | None) -> Iterator[None
 
 def _feed(run: Run, channel: HostChannel, observers: Sequence[Observer], closing: threading.Event) -> None:
     source = SharedFolder(run, channel)
-    job, asked_at = Watched(Slurm(channel), run.slurm["job_id"]), -LOOK_AT_JOB_S
+    job, asked_at = Watched(slurm_of(run, channel), run.slurm["job_id"]), -LOOK_AT_JOB_S
     while True:
         # The login node may be unreachable for a while.
         with contextlib.suppress(KitError, OSError, ValueError):

@@ -29,7 +29,7 @@ from nodekit.inventory.load import dump, restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import metrics
 from nodekit.slurm.cluster.accounts import usage
-from nodekit.slurm.cluster.jobs import Job, Slurm, Unanswered, Watched
+from nodekit.slurm.cluster.jobs import Job, Slurm, Unanswered, Watched, slurm_of
 from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, LoginAgain, cancelling, login
 from nodekit.slurm.cluster.shared_folder import (
     fetch_logs,
@@ -122,7 +122,7 @@ def _begin(run: Run, inventory: Inventory, ready: Ready, slurm: dict[str, str]) 
     """Record that the job of a run is being submitted."""
     with run.changing():
         run.inventory, run.code_digest = dump(inventory), ready.code_digest
-        run.slurm = {**slurm, "job_id": "", "private": " ".join(ready.private)}
+        run.slurm = {**slurm, "job_id": "", "cluster": ready.cluster, "private": " ".join(ready.private)}
         run.left_out, run.skip_check = dict(ready.left_out), ready.skip_check
         run.state, run.started, run.ended = "starting", time.time(), None
         run.verdict, run.cause = "", {}
@@ -170,7 +170,7 @@ def _take_back(members: Sequence[Run], ready: Ready, error: BaseException) -> No
 def is_there(run: Run, options: SshOptions) -> bool:
     """Whether Slurm still has the job of a run, waiting or running; if the job is over, record how it ended."""
     with login(restore(run.inventory), options) as channel:
-        slurm = Slurm(channel)
+        slurm = slurm_of(run, channel)
         find_job(run, slurm)
         job = slurm.job(run.slurm["job_id"])
         if job.is_over:
@@ -219,7 +219,7 @@ def _watch(run: Run, options: Options, tail_bytes: int | None, *, cancels: bool)
         metrics.served(run, channel, options.metrics),
         sigterm_interrupts(),
     ):
-        slurm, job_id = Slurm(channel), run.slurm["job_id"]
+        slurm, job_id = slurm_of(run, channel), run.slurm["job_id"]
         login_again = LoginAgain(channel, inventory, options.ssh, functools.partial(print, flush=True))
         shown = _Shown(channel, run, tail_bytes, quiet=options.quiet)
         watched = Watched(slurm, job_id)
@@ -333,7 +333,7 @@ def conclude(run: Run, channel: HostChannel, job: Job, *, is_shown: bool = True)
         )
     elif record is not None:
         _tell(run, record, channel)
-    if used := usage(Slurm(channel), run.slurm["job_id"], wait_s=ACCOUNT_S):
+    if used := usage(slurm_of(run, channel), run.slurm["job_id"], wait_s=ACCOUNT_S):
         print(f"  used       {used.line()}")
     return exit_status
 
@@ -374,7 +374,7 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
     """
     refuse_while_submitted(run)
     with login(restore(run.inventory), options) as channel:
-        slurm = Slurm(channel)
+        slurm = slurm_of(run, channel)
         find_job(run, slurm)
         job_id = run.slurm["job_id"]
         watched = Watched(slurm, job_id)

@@ -29,7 +29,7 @@ from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import Inventory
 from nodekit.slurm import run as runner
-from nodekit.slurm.cluster.jobs import Job, Slurm, Unanswered, indexes
+from nodekit.slurm.cluster.jobs import Job, Slurm, Unanswered, indexes, slurm_of
 from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, LoginAgain, cancelling, login, settings_of
 from nodekit.slurm.cluster.shared_folder import node_statuses, record_end, record_of
 from nodekit.slurm.submission.prepare import dry_run, prepare
@@ -215,7 +215,7 @@ def _arrays(members: Sequence[Run]) -> list[str]:
 def _look(members: Sequence[Run], options: SshOptions) -> None:
     """Record how those runs ended whose jobs are over."""
     with login(restore(members[0].inventory), options) as channel:
-        _record_ends(channel, members, _jobs(Slurm(channel), members))
+        _record_ends(channel, members, _jobs(slurm_of(members[0], channel), members))
 
 
 def _record_ends(channel: HostChannel, members: Sequence[Run], jobs: dict[str, Job]) -> None:
@@ -232,12 +232,12 @@ def watch(members: list[Run], options: Options) -> int:
     inventory = restore(members[0].inventory)
     with login(inventory, options.ssh) as channel, sigterm_interrupts():
         login_again = LoginAgain(channel, inventory, options.ssh, functools.partial(print, flush=True))
-        watched, told = _live(members), dict[str, str]()
+        slurm, watched, told = slurm_of(members[0], channel), _live(members), dict[str, str]()
         is_silent = False
         try:
             while live := _live(members):
                 try:
-                    jobs = _jobs(Slurm(channel), live)
+                    jobs = _jobs(slurm, live)
                     _record_ends(channel, live, jobs)
                 except ChannelLost as lost:
                     login_again(lost)
@@ -271,7 +271,7 @@ def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int
         runner.refuse_while_submitted(run)
     with login(restore(members[0].inventory), options) as channel:
         try:
-            _record_ends(channel, members, _jobs(Slurm(channel), members))
+            _record_ends(channel, members, _jobs(slurm_of(members[0], channel), members))
         except Unanswered as error:  # `_stop` tries until Slurm answers
             if not all(_arrays(_live(members))):
                 raise  # a job id is unknown, so there is nothing to cancel by
@@ -287,7 +287,7 @@ def down(members: list[Run], options: SshOptions, *, fetch: bool = False) -> int
 
 def _stop(channel: HostChannel, members: list[Run], by: str) -> None:
     live = _live(members)
-    slurm, sweep_id = Slurm(channel), members[0].sweep
+    slurm, sweep_id = slurm_of(members[0], channel), members[0].sweep
     with cancelling(sweep_id, live, by):
         print(f"cancelling {sweep_id}, {count(len(live), 'run')}", flush=True)
         to_cancel = set(_arrays(live))
@@ -313,7 +313,7 @@ def status(members: list[Run], options: SshOptions, *, as_json: bool) -> int:
     for run in members:
         runner.refuse_while_submitted(run)
     with login(restore(members[0].inventory), options) as channel:
-        jobs = _jobs(Slurm(channel), members)
+        jobs = _jobs(slurm_of(members[0], channel), members)
         _record_ends(channel, members, jobs)
         if as_json:
             rows = [

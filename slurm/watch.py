@@ -19,7 +19,7 @@ from nodekit.inventory.errors import HostError
 from nodekit.inventory.load import restore
 from nodekit.slurm import metrics
 from nodekit.slurm import run as runner
-from nodekit.slurm.cluster.jobs import Job, Slurm, Watched
+from nodekit.slurm.cluster.jobs import Job, Watched, slurm_of
 from nodekit.slurm.cluster.login import LoginAgain, login, still_on
 from nodekit.slurm.cluster.shared_folder import SharedFolder
 
@@ -103,7 +103,7 @@ def _follow(
 ) -> Job:
     """Feed the view until the job is over; return the job in its final state."""
     source = SharedFolder(run, channel)
-    job = Watched(Slurm(channel), run.slurm["job_id"])
+    job = Watched(slurm_of(run, channel), run.slurm["job_id"])
     looked_at, asked_at = -LOOK_S, -LOOK_AT_JOB_S
     statuses: dict[str, NodeStatus] = {}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nodekit.deploy.connect.channel import HostChannel, RemoteError
+from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import KitError, Problem
 from nodekit.inventory.schema import SlurmSettings
 from nodekit.slurm.cluster.login import execute
@@ -147,6 +149,12 @@ class Slurm:
                 raise Unanswered(f"{self._channel.host}: {error.problem.found}") from error
             raise
 
+    def cluster(self) -> str:
+        """Return the name of the cluster that the commands ask, "" if it cannot be told; raises as `asked` does."""
+        _, out, _ = self.asked("scontrol", "show", "config")
+        found = re.search(r"^ClusterName\s*=\s*(\S+)", out, re.MULTILINE)
+        return found[1] if found else ""
+
     def partitions(self) -> dict[str, dict[str, str]]:
         """Return partition → its fields as scontrol shows them, hidden ones too; the default partition is first."""
         status, out, err = self.asked("scontrol", "--all", "show", "partition", "--oneliner")
@@ -170,6 +178,24 @@ class Slurm:
         """Ask Slurm to cancel a job, which does nothing if the job is over; return whether scancel succeeded."""
         status, _, _ = self.run("scancel", job_id, env=dict.fromkeys(_SPARING))
         return status == 0
+
+
+def slurm_of(run: Run, channel: HostChannel) -> Slurm:
+    """Return Slurm's commands, for the job of a run.
+
+    Raises:
+        KitError: they ask another cluster than the job's, where a job of that number is unknown, or another one.
+    """
+    slurm, found = Slurm(channel), ""
+    if wanted := run.slurm.get("cluster"):
+        with contextlib.suppress(Unanswered):  # whoever asks for the job hears of that
+            found = slurm.cluster()
+    if found and found != wanted:
+        raise KitError(
+            f"{channel.host}: Slurm's commands ask the cluster {found}, and the job of {run.run_id} is on {wanted}",
+            cure="set SLURM_CLUSTERS and SLURM_CONF there as they were when it was submitted",
+        )
+    return slurm
 
 
 class Watched:

@@ -22,7 +22,7 @@ from nodekit.deploy.story.causes import BY_SLURM_STATE
 from nodekit.deploy.story.status import status_line
 from nodekit.inventory.errors import HostError, JobFailed, KitError
 from nodekit.slurm.cluster.accounts import usage
-from nodekit.slurm.cluster.jobs import Job, Slurm
+from nodekit.slurm.cluster.jobs import Job, slurm_of
 from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, read, remove_private
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
         is_cancelled = job.state == "CANCELLED" and record.state == "stopped"
         run.finish(record.state, f"stopped by {by}" if is_cancelled else record.verdict, record.cause)
         return int(result["exit"]), True
-    used = usage(Slurm(channel), run.slurm["job_id"])
+    used = usage(slurm_of(run, channel), run.slurm["job_id"])
     state = job.state or (used.state if used else "")
     if state.startswith("CANCELLED"):
         run.finish("stopped", f"stopped by {run.stopped_by or 'scancel'}")
@@ -189,7 +189,9 @@ def fetch_logs(run: Run, channel: HostChannel) -> Fetched:
     """
     record = record_of(run, channel)
     if record is None:
-        raise KitError(f"{run.run_id} has not started: {Slurm(channel).job(run.slurm['job_id']).line()}")
+        raise KitError(
+            f"{run.run_id} has not started: {slurm_of(run, channel).job(run.slurm['job_id']).line()}"
+        )
     return fetchlogs.fetch_run(run, dict.fromkeys(record.nodes, channel), record=record)
 
 

@@ -167,7 +167,7 @@ def _checked(
             f"found a % or a backslash in {run_dir}, where Slurm would write to a folder of another name",
             cure="choose another slurm.shared_dir, or name: of the inventory",
         )
-    known = _as_sbatch_has_it(channel, settings)
+    cluster, known = _cluster(channel), _as_sbatch_has_it(channel, settings)
     partition = choose_partition(known.partition, Slurm(channel).partitions())
     minutes = time_limit(settings.time_min, partition)
     if problem := beyond_limits(known, minutes, partition) or account_problem(Slurm(channel), settings):
@@ -183,6 +183,7 @@ def _checked(
             inventory, name=run_id, run_dir=run_dir, python=python, kit_dir=kit_dir, minutes=minutes
         ),
         settings=settings,
+        cluster=cluster,
         private={f"{kind}-{token}.json": values for kind, values in private.items() if values},
         skip_check=options.skip_check,
     )
@@ -208,6 +209,8 @@ class Ready:
     private: Mapping[str, Mapping[str, str]] = field(repr=False)
     """File name in a run's folder slurm/ → secrets. The names differ for each submission, so that removing the secrets
     of an ended job cannot remove those of the next one."""
+    cluster: str = ""
+    """Its name; "" if it cannot be told."""
     code_digest: str = ""
     left_out: Mapping[str, list[str]] = field(default_factory=dict)
     """Files of the code's folder that were not sent."""
@@ -307,6 +310,18 @@ def _check_host(channel: HostChannel, found: Mapping[str, Any], inventory: Inven
             cure=f"{python} -m pip install {packages}, or set `python:` to an interpreter that "
             "the login node and the nodes share",
         )
+
+
+def _cluster(channel: HostChannel) -> str:
+    """Return the name of the cluster that the job is for; a KitError if sbatch alone would use another one."""
+    slurm = Slurm(channel)
+    ours, others = (slurm.run("printenv", f"{name}_CLUSTERS")[1].strip() for name in ("SBATCH", "SLURM"))
+    if ours and ours != others:
+        raise KitError(
+            f"{channel.host}: SBATCH_CLUSTERS is {ours}, and squeue, scontrol and scancel do not follow it",
+            cure=f"set SLURM_CLUSTERS={ours} in its place, which all of them follow",
+        )
+    return slurm.cluster()
 
 
 def _as_sbatch_has_it(channel: HostChannel, settings: SlurmSettings) -> SlurmSettings:

@@ -42,12 +42,13 @@ from nodekit.slurm.cluster.jobs import (
     indexes,
     minutes,
     parse_jobs,
+    slurm_of,
     time_limit,
 )
 from nodekit.slurm.cluster.login import of_a_job
 from nodekit.slurm.sbatch_parameters import inventory_keys, overriding, parameters, planned_gpus, written
 from nodekit.slurm.submission import submit
-from nodekit.slurm.submission.prepare import Ready, _as_sbatch_has_it, _not_shared, dry_run, prepare
+from nodekit.slurm.submission.prepare import Ready, _as_sbatch_has_it, _cluster, _not_shared, dry_run, prepare
 
 
 def recorded(name: str) -> str:
@@ -213,6 +214,45 @@ def test_a_job_is_checked_against_the_partition_that_sbatch_will_use(
 
     seen = _as_sbatch_has_it(Shell({}), settings(**given))  # type: ignore[arg-type]  # it has what is called
     assert (seen.partition, seen.account, seen.qos) == (expected, None, None)
+
+
+class Clusters(Recorded):
+    """A shell whose commands ask one cluster; only sbatch follows SBATCH_CLUSTERS."""
+
+    def __init__(self, asked: str, **env: str) -> None:
+        super().__init__(
+            {"scontrol": (int(not asked), f"ClusterName             = {asked}\n" if asked else "", "")}
+        )
+        self.env = env
+
+    def call(self, op: str, *, argv: tuple[str, ...], **given: Any) -> dict[str, Any]:
+        if argv[0] == "printenv":
+            return {
+                "status": int(argv[1] not in self.env),
+                "out": f"{self.env.get(argv[1], '')}\n",
+                "err": "",
+            }
+        return super().call(op, argv=argv, **given)
+
+
+@pytest.mark.parametrize(("submitted_to", "asked"), [("a", "a"), ("a", ""), ("", "b")])
+def test_a_job_is_asked_for_where_its_cluster_is_asked_or_unknown(submitted_to: str, asked: str) -> None:
+    run = SimpleNamespace(run_id="r", slurm={"cluster": submitted_to} if submitted_to else {})
+    slurm_of(run, Clusters(asked))  # type: ignore[arg-type]  # all that is read
+
+
+def test_a_job_is_not_asked_for_on_another_cluster_where_its_number_is_unknown_or_another_jobs() -> None:
+    run = SimpleNamespace(run_id="r", slurm={"cluster": "a"})
+    with pytest.raises(
+        KitError, match=r"commands ask the cluster b, and the job of r is on a; set SLURM_CLUSTERS"
+    ):
+        slurm_of(run, Clusters("b"))  # type: ignore[arg-type]  # all that is read
+
+
+def test_a_job_is_for_the_cluster_that_all_commands_ask() -> None:
+    assert _cluster(Clusters("a", SBATCH_CLUSTERS="a", SLURM_CLUSTERS="a")) == "a"  # type: ignore[arg-type]  # as above
+    with pytest.raises(KitError, match=r"SBATCH_CLUSTERS is b, .*; set SLURM_CLUSTERS=b in its place"):
+        _cluster(Clusters("a", SBATCH_CLUSTERS="b"))  # type: ignore[arg-type]  # as above
 
 
 def test_a_node_that_takes_long_to_start_ends_no_kit_up() -> None:
