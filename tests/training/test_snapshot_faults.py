@@ -131,7 +131,7 @@ def world(group: Group, rank: int, *, expected: str, is_shared: bool) -> Any:
     return SimpleNamespace(
         rank=rank,
         node_rank=rank,
-        kept=None,
+        held_step=None,
         world_size=group.size,
         is_first_on_node=True,
         is_main=rank == 0,

@@ -425,7 +425,7 @@ SCONTROL = """\
 # What Slurm printed, as recorded.
 case "$*" in
   "show nodes") cat "{recorded}/importers/scontrol-nodes-lab.txt" ;;
-  "show partition --oneliner") cat "{recorded}/scontrol-partitions.txt" ;;
+  "--all show partition --oneliner") cat "{recorded}/scontrol-partitions.txt" ;;
   *) echo "scontrol: what is $*?" >&2; exit 1 ;;
 esac
 """

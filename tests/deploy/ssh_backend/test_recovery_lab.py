@@ -27,6 +27,7 @@ from lab_hosts import crash_together, make_whole
 
 from nodekit.deploy.host import current_status
 from nodekit.deploy.lab.lab_cluster import Lab
+from nodekit.deploy.lab.lab_process import ProcessRecord
 from nodekit.deploy.records import events, find_runs
 
 pytestmark = pytest.mark.lab
@@ -155,9 +156,12 @@ class Story:
         assert resumed[0] >= since
 
     def processes(self, host: str, text: str) -> list[int]:
-        """Of a host, by what is in their command line: pids on this machine."""
+        """Of a host, by what is in their command line: pids on this machine, the oldest process's first."""
         found = self.lab.processes(host).items()
-        return [pid for pid, argv in found if text in " ".join(argv) and "sshd" not in argv[0]]
+        pids = [pid for pid, argv in found if text in " ".join(argv) and "sshd" not in argv[0]]
+        return sorted(
+            pids, key=lambda pid: ProcessRecord.of(pid).start_ticks
+        )  # a later one may have a lower number
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +205,7 @@ def test_an_agent_that_is_killed_is_started_again(
 ) -> None:
     run = story(nodes="3")
     run.wait_step("node3", 30)
-    (pid, *server) = sorted(run.processes("node3", "nodekit.deploy.agent"))
+    (pid, *server) = run.processes("node3", "nodekit.deploy.agent")
     assert server, "the fork server is an agent's, too"
     os.kill(pid, signal.SIGKILL)
     run.end()
@@ -308,7 +312,7 @@ def test_the_agent_of_the_rendezvous_host_is_killed(
 ) -> None:
     run = story(nodes="3")
     run.wait_step("node2", 30)
-    pid = min(run.processes("node1", "nodekit.deploy.agent"))
+    pid = run.processes("node1", "nodekit.deploy.agent")[0]
     os.kill(pid, signal.SIGKILL)
     assert "since it was resumed" not in run.end(), "nobody has started it again"
     assert run.status("node2")["generation"] == 1
