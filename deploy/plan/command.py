@@ -181,7 +181,8 @@ def _shell_script(argv: tuple[str, ...], code: Path) -> tuple[str, str] | None:
     if more := wrapped(argv):
         return _shell_script(more, code)
     is_by_shell = Path(argv[0]).name in SHELLS
-    option, name = first_operand(argv[is_by_shell:], valued=SHELL_VALUED, ends=_SHELL_ENDS)
+    words = argv[1:] if is_by_shell else argv
+    option, name = first_operand(words, valued=SHELL_VALUED, ends=_SHELL_ENDS)
     if option or name is None or Path(name).is_absolute():
         return None
     try:
