@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nodekit.deploy.host import programs
-from nodekit.deploy.plan.command import (
-    PYTHON,
+from nodekit.deploy.plan.command import PYTHON, TRAINING_MODULE, argv_of
+from nodekit.deploy.plan.launchers import (
     PYTHON_NAME,
     PYTHON_VALUED,
     SHELL_VALUED,
     SHELLS,
-    TRAINING_MODULE,
-    argv_of,
     first_operand,
     wrapped,
 )
