@@ -129,7 +129,11 @@ class SshBackend:
             return 0
         with cluster.channels(inventory.hosts, ssh, some=True) as channels:
             is_led = locks.is_supervised(run)
-            if not is_led and not _is_alive(run, channels):
+            if not is_led and not _is_alive(found := _statuses(run, channels)):
+                if lost := _may_run_on(run, found):
+                    raise KitError(
+                        f"{run.run_id} {_may_run(lost)}", cure=f"kit watch {run.run_id} again when it can"
+                    )
                 show_last(run, run, events.read(run.folder))
                 print(f"{run.run_id} has ended while nobody watched; {resume_command(run)} goes on with it")
                 return 0
@@ -179,8 +183,13 @@ class SshBackend:
         if state not in runs.ENDED and not is_watched:
             if _end_of(run, found) == "succeeded":
                 state = "trained to the end while nobody watched"
-            elif not any(status["alive"] for status in found.values()):
-                state = "ended while nobody watched; kit up goes on"
+            elif not _is_alive(found):
+                lost = _may_run_on(run, found)
+                state = (
+                    f"{_may_run(lost)}; kit up goes on when it can"
+                    if lost
+                    else f"{UNWATCHED}; kit up goes on"
+                )
         heard: dict[str, NodeStatus] = {}
         drained: dict[str, str] = {}
         said: list[str] = []
@@ -323,15 +332,24 @@ def _tell_who_leads(run: Run, options: Options) -> None:
     print(f"process {SupervisorLock(run).owner()} supervises it already{serves}")
 
 
-def _is_alive(run: Run, channels: Mapping[str, HostChannel]) -> bool:
-    return any(status["alive"] for status in _statuses(run, channels).values())
+def _is_alive(found: Mapping[str, NodeStatus]) -> bool:
+    return any(status["alive"] for status in found.values())
+
+
+def _may_run_on(run: Run, found: Mapping[str, NodeStatus]) -> list[str]:
+    """Return the nodes without a status on which the run may still be running, if no other node runs it."""
+    return [] if _end_of(run, found) == "succeeded" else [name for name in run.nodes if name not in found]
+
+
+def _may_run(lost: list[str]) -> str:
+    return f"may still be running on {', '.join(lost)}, which cannot be reached"
 
 
 def _attach(stack: contextlib.ExitStack, run: Run, given: Inventory, options: Options) -> NodeClient | None:
     """Return a client for a run recorded as running; if no agent of it is alive, record its end and return None."""
     inventory = restore(run.inventory)
     channels = stack.enter_context(cluster.channels(inventory.hosts, options.ssh, some=True))
-    if locks.is_supervised(run) or _is_alive(run, channels):
+    if locks.is_supervised(run) or _is_alive(_statuses(run, channels)):
         if not options.detach:
             print(f"attached to {run.run_id}, which is running; Ctrl-C stops it", flush=True)
         if keys := changed(run.inventory, given):
@@ -387,23 +405,20 @@ def _statuses(run: Run, channels: Mapping[str, HostChannel]) -> dict[str, NodeSt
 def _settle(run: Run, channels: Mapping[str, HostChannel]) -> None:
     """Record the end of a run that is recorded as running, and has no live agent."""
     found = _statuses(run, channels)
-    outcome = _end_of(run, found) or "failed"
-    if len(found) < len(run.nodes) and outcome != "succeeded":
-        missing = ", ".join(name for name in run.nodes if name not in found)
+    if lost := _may_run_on(run, found):
         raise KitError(
-            f"{run.run_id} may still be running on {missing}, which cannot be reached",
+            f"{run.run_id} {_may_run(lost)}",
             cure=f"kit down {run.run_id} when it can, or, where you know that it is off, kit down --lost "
             f"{run.run_id}",
         )
     _gather_unwatched(NodeClient(run, restore(run.inventory), dict(channels)))
-    run.finish(outcome, UNWATCHED)
+    run.finish(_end_of(run, found) or "failed", UNWATCHED)
 
 
 def _end_of(run: Run, found: Mapping[str, NodeStatus]) -> Outcome | None:
     """Return how a run ended according to its nodes; None if an agent is alive, or no node knows."""
     states = policy.ended_states(map(seen_of, found.values()), run.generation)
-    is_alive = any(status["alive"] for status in found.values())
-    return policy.outcome_of(states) if states and not is_alive else None
+    return policy.outcome_of(states) if states and not _is_alive(found) else None
 
 
 def _gather_unwatched(client: NodeClient) -> None:

@@ -16,6 +16,7 @@ from nodekit.deploy.launch.options import Options, StopOptions
 from nodekit.deploy.records.find_runs import find
 from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.ssh_backend.backend import SshBackend
+from nodekit.inventory.errors import KitError
 
 DONE = {"alive": False, "state": "succeeded", "generation": 1}
 FAILED = {"alive": False, "state": "failed", "generation": 1}
@@ -83,7 +84,13 @@ def test_kit_up_records_how_it_ended_and_does_not_train_it_again(
     [
         (CASES[0][0], "trained to the end while nobody watched"),
         (CASES[-1][0], "ended while nobody watched; kit up goes on"),
-        ({}, "ended while nobody watched; kit up goes on"),
+        ({"a": KILLED, "b": KILLED, "c": KILLED}, "ended while nobody watched; kit up goes on"),
+        ({"a": DONE, "b": None, "c": DONE}, "trained to the end while nobody watched"),
+        (
+            {"a": KILLED, "c": FAILED},
+            "may still be running on b, which cannot be reached; kit up goes on when it can",
+        ),
+        ({}, "may still be running on a, b, c, which cannot be reached; kit up goes on when it can"),
         ({"a": {**KILLED, "alive": True}}, "running"),
     ],
 )
@@ -96,6 +103,20 @@ def test_kit_status_says_whether_there_is_more_to_do(
     assert lock.acquire()  # who supervises it is about to say how it has ended
     assert SshBackend().status(nodes.run, SshOptions()).state == "running"
     lock.release()
+
+
+def test_kit_watch_takes_no_run_for_ended_whose_nodes_it_cannot_reach(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end(nodes, monkeypatch, {"a": KILLED})
+    with pytest.raises(
+        KitError, match="lab-1 may still be running on b, c, which cannot be reached"
+    ) as error:
+        SshBackend().watch(nodes.run, SshOptions())
+    assert error.value.problem.cure == "kit watch lab-1 again when it can"
+    end(nodes, monkeypatch, {"a": KILLED, "b": KILLED, "c": KILLED})
+    assert SshBackend().watch(nodes.run, SshOptions()) == 0
+    assert "lab-1 has ended while nobody watched; kit up" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
