@@ -2,11 +2,9 @@
 
 import json
 import re
-from collections import Counter, OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +12,7 @@ import warm_python
 from free_ports import free_port
 from test_training import finish, started
 
-from nodekit.training import Manifest, Snapshots
-from nodekit.training.snapshots import exchange
-from nodekit.training.snapshots.files.found import NoneLoads
-from nodekit.training.snapshots.files.manifest import Loaded
-from nodekit.training.snapshots.tensor_bytes import Place, without_tensors
+from nodekit.training import Snapshots
 
 pytestmark = pytest.mark.slow
 
@@ -344,109 +338,3 @@ def test_where_no_newer_snapshot_loads_nobody_begins_anew_for_one_that_gets_dama
     *others, last = outcome[1]["kept by one, damaged again, and no newer snapshot loads"]
     assert [(rank["step"], rank["weights"]) for rank in others] == [(5, 0.0)] * 3
     assert last["refused"].startswith("TrainingError: what rank 0 has sent from its memory arrived damaged")
-
-
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_node_that_can_write_nothing_takes_no_snapshot_that_arrives_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
-) -> None:
-    """As where the disk of the rank that sends it cannot read a part of it."""
-    theirs = Snapshots(tmp_path / "theirs", generation=0)
-    manifest = theirs.save({"x": torch.ones(9)}, step=5)
-    assert manifest
-    data = bytearray((theirs.folder / manifest.payload).read_bytes())
-    data[len(data) // 2] ^= is_damaged
-    (tmp_path / "ours").write_text("in place of the folder")
-
-    def broadcast(*arguments: Any) -> None:
-        if receive := arguments[-1]:
-            receive(memoryview(data))
-
-    monkeypatch.setattr(exchange, "_broadcast", broadcast)
-    world: Any = SimpleNamespace(gather=lambda value: [value], is_first_on_node=True, node_rank=0)
-    found = exchange._everywhere(
-        Snapshots(tmp_path / "ours"), world, None, manifest, source=0, writes=True, is_mapped=False
-    )
-    assert found is None if is_damaged else found is not None and found.state["x"].eq(1).all()
-
-
-def test_what_cannot_be_loaded_by_all_is_passed_over_for_an_older_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not for none at all: the training would begin anew."""
-    saved = Snapshots(tmp_path, generation=0)
-    for step in (5, 6):
-        assert saved.save({"x": torch.ones(9)}, step=step)
-
-    def everywhere(snapshots: Snapshots, world: Any, own: Any, manifest: Any, **_: Any) -> Any:
-        return own if manifest.step == 5 else None
-
-    monkeypatch.setattr(exchange, "_everywhere", everywhere)
-    of_rank_0 = {"x": Place(torch.float32, (9,)), "epoch": 1}
-    monkeypatch.setattr(exchange, "_rest_of", lambda *_: of_rank_0)
-    world: Any = SimpleNamespace(gather=lambda value: [value], is_first_on_node=True, node_rank=0)
-    snapshots = Snapshots(tmp_path)
-    found = exchange._from_disks(snapshots, world, "", 3, None, writes=True, is_mapped=False)
-    assert found
-    assert found.manifest.step == 5
-    assert found.state["epoch"] == 1, "as on the rank whose snapshot it is"
-    assert snapshots.generation == 3, "of the fence: with an older one it could save nothing"
-
-
-def test_where_the_only_one_cannot_be_loaded_by_all_the_training_does_not_begin_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert Snapshots(tmp_path, generation=0).save({"x": torch.ones(9)}, step=6)
-    monkeypatch.setattr(exchange, "_everywhere", lambda *_, **__: None)
-    world: Any = SimpleNamespace(gather=lambda value: [value], is_first_on_node=True, node_rank=0)
-    with pytest.raises(NoneLoads, match=r"g0000-s000000006\.json: rank 0 could read it once, and not again"):
-        exchange._from_disks(Snapshots(tmp_path), world, "", 0, None, writes=True, is_mapped=False)
-
-
-class Pair(NamedTuple):
-    name: str
-    tensor: torch.Tensor | None
-
-
-def state_of(rank: int) -> dict[str, Any]:
-    """One step's, whose tensors are equal, and here are not, to tell whose they are."""
-    x = torch.full((2,), rank)
-    return OrderedDict(
-        weights=x,
-        seen=Counter(cat=rank, **({"dog": 1} if rank else {})),
-        order=list(range(rank, 3)),
-        groups=[{"lr": rank, "moment": x}],
-        pair=Pair(f"of {rank}", x),
-        shape=torch.Size([rank, 2]),
-        **({"stale": 1} if rank == 0 else {"best": {"loss": [0.5]}}),
-    )
-
-
-def test_values_that_are_no_tensors_are_another_ranks_and_the_tensors_stay_ones_own() -> None:
-    loaded = Loaded(state_of(0), cast(Manifest, None), "")
-    found = exchange._alike(loaded, without_tensors(state_of(1)), 1).state
-    tensors = [found["weights"], found["groups"][0].pop("moment"), found["pair"].tensor]
-    assert [each.tolist() for each in tensors] == [[0, 0]] * 3
-    assert found["pair"].name == "of 1"
-    wanted = {**state_of(1), "weights": tensors[0], "groups": [{"lr": 1}], "pair": found["pair"]}
-    assert dict(found) == wanted
-    assert [type(found[name]) for name in wanted] == [type(each) for each in wanted.values()]
-    assert type(found) is OrderedDict
-
-
-@pytest.mark.parametrize("own", [{}, {"groups": []}, {"groups": [{"lr": 0, "moment": None}]}])
-def test_who_lacks_a_tensor_that_another_rank_has_goes_on_with_its_own_state(
-    own: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    loaded = Loaded(own, cast(Manifest, None), "")
-    assert exchange._alike(loaded, without_tensors({"groups": state_of(1)["groups"]}), 1) is loaded
-    assert "rank 1's state has other tensors than this rank's" in caplog.text
-
-
-def test_where_no_fence_can_be_read_nobody_trains() -> None:
-    def said(fence: int | None) -> Any:
-        return exchange._Said(fence, "" if fence else "the fence in /s cannot be read", "", None, None, "")
-
-    assert exchange._newest_fence([said(None), said(2), said(1)]) == 2
-    with pytest.raises(OSError, match="may train is not known: the fence in /s cannot be read"):
-        exchange._newest_fence([said(None)] * 2)

@@ -374,7 +374,7 @@ def _everywhere(
     # First by way of the disks: a state may be as large as a node's memory.
     with snapshots.receiving(manifest) if writes and loaded is None else nullcontext() as file:
         _broadcast(snapshots, world, manifest, source, file.write if file else None)
-    world.gather(None)  # now the node's other ranks can read it
+    world.gather(None)  # now other nodes that share the folder can read it
     is_sent = loaded is None
     if is_sent and world.is_first_on_node:
         loaded = snapshots.read_age(manifest.age, is_mapped=is_mapped)
