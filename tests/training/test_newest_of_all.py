@@ -398,6 +398,13 @@ def test_each_node_writes_to_its_own_folder_and_one_rank_to_a_shared_one(
     assert (caplog.text, list(nodes.folders[0].iterdir())) == ("", [])
 
 
+def test_folders_that_nobody_said_to_be_one_are_looked_through_without_a_warning(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert nodes.go(exchange.lowest_seen) == [[0, 0, 2, 2]] * 4
+    assert caplog.text == ""
+
+
 def test_who_cannot_look_into_the_shared_folder_does_not_write_there(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -344,6 +344,53 @@ def test_a_save_that_does_not_end_is_told_too(tmp_path: Path, clock: Clock, disk
     disk.set()
 
 
+def test_a_save_is_given_three_intervals_where_these_are_long(
+    tmp_path: Path, clock: Clock, disk: threading.Event
+) -> None:
+    edges = Edges(tmp_path, clock, seconds=100.0)
+    assert edges.next(100.0)
+    edges.next(299.0)
+    assert edges.said == []
+    edges.next(2.0)
+    assert "or one does not end" in edges.said[0]
+    disk.set()
+
+
+def test_where_no_save_is_asked_for_in_a_long_time_none_is_missed(tmp_path: Path, clock: Clock) -> None:
+    edges = Edges(tmp_path, clock, every=1000)
+    edges.next(1.0)
+    edges.next(1000.0)
+    assert edges.said == []
+
+
+def test_an_interval_that_was_asked_for_stays_whatever_a_snapshot_costs(tmp_path: Path, clock: Clock) -> None:
+    edges = Edges(tmp_path, clock, seconds=7.0)
+    assert edges.next(7.0, stall_s=1.0)
+    edges.saver.wait()
+    assert [edges.next(3.5), edges.next(3.5)] == [False, True]
+    assert edges.saver.interval_s == 7.0
+
+
+@pytest.mark.parametrize(
+    ("last_s", "since_s", "num_failed", "is_saved"),
+    [(None, 1.0, 0, True), (3.0, 2.0, 0, False), (3.0, 4.0, 0, True), (3.0, 2.0, 1, True)],
+)
+def test_a_rank_that_fails_saves_alone_what_takes_longer_to_train_again_than_to_save(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch,
+    last_s: float | None, since_s: float, num_failed: int, is_saved: bool,
+) -> None:  # fmt: skip
+    """Of a snapshot that was not written, none of the steps since counts as saved."""
+    saved: list[tuple[Any, int]] = []
+    monkeypatch.setattr(saver, "save_alone", lambda *given, step: saved.append((given[2](), step)) or False)
+    edges = Edges(tmp_path, clock, every=1)
+    edges.next(1.0)
+    edges.saver.wait()
+    edges.saver.snapshots.last_save_s, edges.saver.snapshots.num_failed = last_s, num_failed
+    clock.now_s += since_s
+    assert edges.saver.save_alone({"x": 2}, step=2) == (not is_saved), "what it returns is told"
+    assert saved == ([({"x": 2}, 2)] if is_saved else [])
+
+
 def test_a_rank_that_fails_waits_for_the_snapshot_that_is_being_written(
     tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

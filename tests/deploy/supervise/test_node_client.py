@@ -12,6 +12,7 @@ from fake_nodes import NAMES, STATUS, FakeChannel, Nodes
 from test_plan import facts
 
 from nodekit.deploy.connect.channel import RemoteError
+from nodekit.deploy.host.node.agents import COPYING_GRACE_S
 from nodekit.deploy.plan import check
 from nodekit.deploy.plan.check import Interface
 from nodekit.deploy.plan.gpus import Gpu, HostGpus
@@ -99,6 +100,7 @@ def test_a_node_that_comes_later_runs_the_command_with_its_own_names(
             "c: it has another version of this run's code, and the code here has changed since",
         ),
         ("", "changed", "c: it has no copy of this run's code, and the code here has changed since"),
+        ("", "run's", "c: disk full"),
     ],
 )
 def test_a_node_trains_with_the_code_that_the_others_have(
@@ -110,7 +112,7 @@ def test_a_node_trains_with_the_code_that_the_others_have(
     def send(tree: Any, targets: dict[str, Target], **_: Any) -> dict[str, None]:
         assert not nodes.of("start")
         sent.extend(each.dest for each in targets.values())
-        return {}
+        return {"c": HostError("c", "disk full")} if "disk full" in outcome else {}
 
     nodes.run.is_placed, nodes.run.code_digest = False, "run's"
     nodes.answers["tree.digest_at"] = lambda *_: there
@@ -123,8 +125,82 @@ def test_a_node_trains_with_the_code_that_the_others_have(
         return
     with pytest.raises(HostError, match=outcome):
         start_anew(nodes, "c", is_new=True)
-    assert "c" not in nodes.run.nodes, "its agent of then would be called in"
-    assert nodes.of("prestart") == nodes.of("start") == []
+    assert nodes.of("start") == []
+    if not sent:
+        assert "c" not in nodes.run.nodes, "its agent of then would be called in"
+        assert nodes.of("prestart") == []
+
+
+def test_a_node_is_examined_for_the_script_that_it_has_itself(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the first start: the file may be on the disk that was replaced."""
+    asked: list[Any] = []
+
+    def gather(*_: Any, files: Any, **__: Any) -> None:
+        asked.append(list(files))
+        raise KitError("that is all")
+
+    monkeypatch.setattr(check, "gather", gather)
+    nodes.run.argv = ["python", "/opt/train.py"]
+    with pytest.raises(KitError, match="that is all"):
+        start_anew(nodes, "b", is_new=False)
+    assert asked == [["/opt/train.py"]]
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_all_meet_at_the_port_that_the_rendezvous_host_has_reserved(nodes: Nodes, name: str) -> None:
+    nodes.answers["hold_port"] = lambda *_: 4712
+    start_anew(nodes, name, is_new=False)
+    ((_, given),) = nodes.of("start")
+    wanted = (4712, 4712) if name == "a" else (None, 4711)
+    assert (given["port"], given["spec"]["master_port"]) == wanted
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_secrets_go_over_a_channel_that_is_encrypted_and_no_other(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_placed: bool
+) -> None:
+    """In a Slurm job the agent reads them from the run's folder."""
+    nodes.run.is_placed = is_placed
+    monkeypatch.setattr(node_client, "secrets_file", lambda _, which: tmp_path / which)
+    nodes.client.prestart("a", {"TOKEN": "s3cret"})
+    ((_, given),) = nodes.of("prestart")
+    assert given["env"].get("TOKEN") == (None if is_placed else "s3cret")
+    assert given.get("env_file") == (str(tmp_path / node_client.RANKS) if is_placed else None)
+
+
+def test_ranks_have_their_whole_grace_and_their_agent_more_before_the_call_times_out(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    call = FakeChannel.call
+
+    def timed(channel: FakeChannel, op: str, *, timeout_s: float, **args: Any) -> Any:
+        limits.append(timeout_s)
+        return call(channel, op, timeout_s=timeout_s, **args)
+
+    monkeypatch.setattr(FakeChannel, "call", timed)
+    nodes.client.stop_all(grace_s=20, force=True)
+    nodes.client.stop("a", grace_s=20)
+    given = [args for _, args in nodes.of("stop")]
+    assert [each["force"] for each in given] == [True, True, False]
+    assert [each["grace_s"] > 20 for each in given] == [True] * 3
+    assert all(limit > each["grace_s"] + COPYING_GRACE_S for limit, each in zip(limits, given, strict=True))
+
+
+def test_what_is_gathered_is_of_this_runs_folder_on_each_node(nodes: Nodes) -> None:
+    nodes.client.gather_events(Gatherer(nodes.run.folder))
+    for op in ("hostfollow.events", "status"):
+        found = {name: args["node_dir"] for name, args in nodes.of(op)}
+        assert found == {name: nodes.client.node(name).node_dir for name in ("a", "b")}
+
+
+def test_a_broken_host_is_noted_in_the_workdir_of_the_host_itself(nodes: Nodes) -> None:
+    nodes.client.remember("b", "GPU 1 is lost")
+    assert nodes.of("broken.remember") == [
+        ("b", {"workdir": "/home/train/nodekit", "node": "b", "run": "lab-1", "why": "GPU 1 is lost"})
+    ]
 
 
 def test_an_agent_that_the_stop_before_a_resume_did_not_reach_is_ended(nodes: Nodes) -> None:
@@ -221,6 +297,7 @@ def test_a_host_that_comes_back_with_fewer_gpus_than_planned_is_broken(
     with pytest.raises(BrokenHost) as refused:
         start_anew(nodes, "b", is_new=False)
     assert str(refused.value).startswith(refusal)
+    assert "kit clean --forgive" in refused.value.problem.cure
     assert nodes.of("prestart") == []
 
 
