@@ -48,6 +48,66 @@ def goes_on(nodes: Nodes, *names: str) -> Run:
     return find_runs.find("lab-1")
 
 
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_a_new_run_is_on_record_with_what_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_placed: bool
+) -> None:
+    nodes = Nodes(tmp_path, monkeypatch)
+    planned = Plan("lab-2", (nodes.client.node("a"),))
+    options = Options(inventory=nodes.inventory.path, command=("job.py", "--lr", "1"), skip_check=True)
+    start._record(nodes.inventory, None, planned, {"a": facts("a")}, options, is_placed=is_placed)
+    run = find_runs.find("lab-2")
+    assert (run.name, run.command, run.inventory_path) == (
+        "lab",
+        ["job.py", "--lr", "1"],
+        str(nodes.inventory.path),
+    )
+    assert (run.state, run.generation, run.started, run.ended) == ("starting", 0, run.created, None)
+    assert (run.is_placed, run.skip_check, set(run.nodes)) == (is_placed, True, {"a"})
+    assert len(run.token) == 32, "by which its agents know each other"
+
+
+def test_a_run_that_goes_on_keeps_its_token_and_not_what_its_last_start_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that the stop did not reach, and that is called in again, has the same."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    with nodes.run.changing():
+        nodes.run.token, nodes.run.skip_check = "abc", True
+    run = goes_on(nodes, "a", "b")
+    assert (run.token, run.skip_check, run.state) == ("abc", False, "starting")
+    assert run.started > run.created
+
+
+@pytest.mark.parametrize(
+    ("is_resumed", "broken", "drained"),
+    [
+        (False, {}, {"d": "as before"}),
+        (False, {"c": "GPU 1 is lost"}, {"c": "GPU 1 is lost"}),
+        (True, {}, {}),
+        (True, {"c": "GPU 1 is lost"}, {"c": "GPU 1 is lost"}),
+    ],
+)
+def test_a_start_has_those_out_that_are_broken_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    is_resumed: bool, broken: dict[str, str], drained: dict[str, str],
+) -> None:  # fmt: skip
+    """A node that the user has drained comes back with the next start; the supervisor starts no broken one."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    nodes.run.drain({"d": "as before"})
+    planned = Plan("lab-1", (nodes.client.node("a"),))
+    channels = dict(nodes.client.channels)
+    monkeypatch.setattr(start._Starting, "connect", lambda *_: channels)
+    monkeypatch.setattr(start._Starting, "check_and_plan", lambda *_: ({"a": facts("a")}, planned))
+    monkeypatch.setattr(start._Starting, "tell", Mock(side_effect=KitError("that is all")))
+    monkeypatch.setattr(broken_hosts, "leave_out", lambda given, *_: (given, broken))
+    options = Options(inventory=nodes.inventory.path, command=("job.py",), quiet=True)
+    resumed = nodes.run if is_resumed else None
+    with contextlib.ExitStack() as stack, pytest.raises(KitError, match="that is all"):
+        start.start(stack, nodes.inventory, resumed, options, placed="lab-1")
+    assert find_runs.find("lab-1").drained_because == drained
+
+
 @pytest.mark.parametrize(
     ("told", "generation"),
     [

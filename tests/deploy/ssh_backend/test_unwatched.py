@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ import pytest
 from fake_nodes import NAMES, FakeChannel, Nodes
 
 from nodekit.deploy.connect import cluster
+from nodekit.deploy.connect.channel import RemoteError
 from nodekit.deploy.connect.cluster import SshOptions
 from nodekit.deploy.launch.options import Options, StopOptions
+from nodekit.deploy.records.events import Gatherer
 from nodekit.deploy.records.find_runs import find
 from nodekit.deploy.records.locks import SupervisorLock
 from nodekit.deploy.ssh_backend.backend import SshBackend
-from nodekit.inventory.errors import KitError
+from nodekit.inventory.errors import HostError, KitError
 
 DONE = {"alive": False, "state": "succeeded", "generation": 1}
 FAILED = {"alive": False, "state": "failed", "generation": 1}
@@ -59,7 +63,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("statuses", "outcome"), [*CASES, ({"a": DONE, "b": None, "c": DONE}, "succeeded")])
+@pytest.mark.parametrize(
+    ("statuses", "outcome"),
+    [
+        *CASES,
+        ({"a": DONE, "b": None, "c": DONE}, "succeeded"),
+        ({"a": KILLED, "b": KILLED, "c": NEVER_BEGUN}, "failed"),
+    ],
+)
 def test_kit_up_records_how_it_ended_and_does_not_train_it_again(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     statuses: dict[str, Any], outcome: str,
@@ -139,6 +150,89 @@ def test_kit_down_stops_no_run_that_has_ended(
         "stopped by kit down" if outcome == "stopped" else "ended while nobody watched",
     )
     assert f"lab-1 is not running ({outcome})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_kit_down_stops_the_others_where_a_node_cannot_be_stopped(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, lost: bool
+) -> None:
+    end(nodes, monkeypatch, {"a": {**KILLED, "alive": True}, "b": KILLED})
+
+    def stop(host: str, args: dict[str, Any]) -> dict[str, Any]:
+        if host == "b":
+            raise HostError("b", "the connection is gone")
+        return {"was": "running", "killed": args["force"]}
+
+    nodes.answers["stop"] = stop
+    assert SshBackend().down(nodes.run, StopOptions(force=True, lost=lost)) == (0 if lost else 1)
+    assert find("lab-1").state == ("stopped" if lost else "running")
+    assert [args["force"] for _, args in nodes.of("stop")] == [True, True]
+    assert "is not running" not in capsys.readouterr().out
+
+
+NOT_UP = {"alive": False, "agent": "", "state": "", "generation": -1}
+
+
+@pytest.mark.parametrize(
+    ("state", "statuses", "lines", "states"),
+    [
+        ("running", {"a": KILLED, "b": NOT_UP}, ["gone", "spare"], ["gone", "spare"]),
+        ("failed", {"a": NOT_UP, "b": NOT_UP}, ["not started"] * 2, ["not started"] * 2),
+        ("failed", {"a": KILLED, "b": NOT_UP}, ["gone", "spare"], ["gone", "spare"]),
+        (
+            "running",
+            {"a": {**KILLED, "alive": True}, "b": DONE},
+            ["running", "succeeded"],
+            ["running", "succeeded"],
+        ),
+    ],
+)
+def test_kit_status_tells_of_each_node_that_answers(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch,
+    state: Any, statuses: dict[str, Any], lines: list[str], states: list[str],
+) -> None:  # fmt: skip
+    with nodes.run.changing():
+        nodes.run.state = state
+    end(nodes, monkeypatch, {**statuses, "c": NEVER_BEGUN})
+    found = SshBackend().status(nodes.run, SshOptions())
+    assert [found.nodes[name].split("  ")[0] for name in ("a", "b")] == lines
+    assert [found.data["status"][name]["state"] for name in ("a", "b")] == states
+    assert [found.data["status"][name]["alive"] for name in ("a", "b")] == [
+        statuses[name]["alive"] for name in ("a", "b")
+    ]
+
+
+def test_kit_status_says_of_drained_nodes_why_they_are(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    (nodes.run.folder / "drained").write_text('{"b": "GPU 1 is lost", "a": ""}')
+    end(nodes, monkeypatch, {"a": {**KILLED, "alive": True}, "b": KILLED, "c": NEVER_BEGUN})
+    found = SshBackend().status(nodes.run, SshOptions())
+    assert (found.nodes["b"], found.data["status"]["b"]["state"]) == ("drained  GPU 1 is lost", "drained")
+    assert found.nodes["a"].startswith("running"), "it leaves soon"
+
+
+def test_kit_status_has_of_a_node_that_does_not_answer_what_was_heard_last(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = {**KILLED, "alive": True, "time": 1000.0, "agent": "1.2", "run": "lab-1"}
+    nodes.run.event("said", text="it has begun")
+    gatherer = Gatherer(nodes.run.folder)
+    gatherer.heard("b", heard, clock_offset=0.0)  # type: ignore[arg-type]
+    gatherer.heard("a", heard, clock_offset=0.0)  # type: ignore[arg-type]
+    end(nodes, monkeypatch, {"a": KILLED, "c": KILLED})
+
+    def status(host: str, _: Any) -> dict[str, Any]:
+        if host == "c":
+            raise RemoteError("c", {"type": "OSError", "message": "Input/output error", "traceback": ""})
+        return {"agent": "1.2", "fence": 1, **KILLED}
+
+    nodes.answers["status"] = status
+    found = SshBackend().status(nodes.run, SshOptions())
+    assert found.nodes["a"] == "gone"
+    when = time.strftime("%m-%d %H:%M:%S", time.localtime(1000))
+    assert found.nodes["b"].startswith(f"unreachable; last heard of {when}: running")
+    assert re.fullmatch(r"its status cannot be read: .*Input/output error.*", found.nodes["c"])
+    assert found.data["status"]["b"]["alive"] is None, "which is not known"
+    assert "c" not in found.data["status"]
 
 
 def test_how_a_supervised_run_ends_is_its_supervisors_to_say(
