@@ -98,6 +98,15 @@ def test_the_last_group_is_closed_when_all_have_ended(end: SlowEnd) -> None:
     assert not alive()
 
 
+def test_a_group_that_is_not_nccls_is_closed_at_once(end: SlowEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread of gloo's may still use it: it is torch's to end."""
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    end.may_end.set()
+    nccl.close_in_thread()
+    assert not dist.is_initialized()
+    assert nccl._ending == []
+
+
 def test_a_loop_with_groups_of_its_own_waits_for_them_all(end: SlowEnd) -> None:
     """NCCL would have to be told that several are aborted together."""
     dist.new_group([0])
@@ -206,6 +215,8 @@ def test_torch_dumps_by_itself_where_ranks_stay_only_if_the_user_says_so(
     given: dict[str, str], found: str
 ) -> None:
     with mock.patch.dict(os.environ, given):
+        os.environ.pop("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", None)
         nccl.prepare(aborts=True)
         assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == found
+        assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "250", "a close waits four times that"
     nccl.prepare(aborts=False)

@@ -474,6 +474,25 @@ def test_our_own_clock_that_was_set_is_told_and_the_events_before_have_the_time_
     assert said.startswith(f"this machine's clock was set {'forward' if set_s > 0 else 'back'} by about 86")
 
 
+def test_who_only_watches_leaves_the_record_of_a_clock_that_was_set_to_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would correct the times, and by twice as much."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    with nodes.run.changing():
+        nodes.run.clock_offsets = {"a": 0.5, "b": 0.25}
+    begin(nodes)
+    acts = SupervisorLock(nodes.run)
+    assert acts.acquire()
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, view):
+        was = supervise.processes.clock_ahead_s()
+        monkeypatch.setattr(supervise.processes, "clock_ahead_s", lambda: was + 3600)
+        supervisor._see_to_clock("a", time.time() + 0.5 - 3600)
+        assert find_runs.find(None).clock_offsets == {"a": 0.5, "b": 0.25}
+        assert view.said == []
+    acts.release()
+
+
 def event_of(kind: str, end: int) -> list[Any]:
     return ["1.0", end, json.dumps({"run": "lab-1", "time": float(end), "node": "a", "kind": kind})]
 
