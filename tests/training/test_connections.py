@@ -56,6 +56,30 @@ def test_the_kernel_keeps_a_groups_connections_alive_through_a_long_step() -> No
                 assert one.getsockopt(socket.IPPROTO_TCP, option) == connections.KEEPALIVE_S
 
 
+def test_what_a_process_has_opened_of_another_kind_meanwhile_is_not_shut() -> None:
+    """Such as the pipe of a data loader."""
+    with connections.opened() as found:
+        one, other = socket.socketpair()
+    with one, other:
+        assert len(found) == 2
+        connections.shut_down(found)
+        one.sendall(b"x")
+        assert other.recv(1) == b"x"
+
+
+def test_a_connection_whose_number_is_anothers_by_now_is_left_alone() -> None:
+    called: list[object] = []
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as connection,
+    ):
+        inode = os.fstat(connection.fileno()).st_ino
+        connections._each_connection({(connection.fileno(), inode + 1)}, called.append)
+        assert called == []
+        connections._each_connection({(connection.fileno(), inode)}, called.append)
+        assert len(called) == 1
+
+
 def test_a_rank_that_waits_for_its_own_disk_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Snapshots.wait`, say: who left the others then would end, with the snapshot half written."""
     monkeypatch.setattr(connections, "DEAF_S", 0.3)

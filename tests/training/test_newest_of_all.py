@@ -379,6 +379,16 @@ def test_where_the_only_one_that_has_it_sends_it_damaged_twice_all_take_the_snap
     assert weights_of(loaded_by(nodes.newest())) == [6.0] * 4
 
 
+def test_where_it_arrives_damaged_twice_and_no_snapshot_loads_nobody_begins_anew(nodes: Nodes) -> None:
+    nodes.hold(1, 6)
+    nodes.damage(1)
+    nodes.keep(0, (0, 5))
+    nodes.damages += [3, 3]
+    *others, last = nodes.newest()
+    assert type(last) is TrainingError
+    assert weights_of([*(each[0] for each in others), others[0][0]]) == [100.0] * 4
+
+
 def writers(nodes: Nodes) -> list[Any]:
     return nodes.go(exchange.writes_snapshots)
 

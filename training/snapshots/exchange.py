@@ -143,7 +143,7 @@ def _from_disks(
         own = here.loaded
         offers = world.gather((own.manifest if own else None, here.problems, here.newer_kit))
         held = [(manifest.age, -rank, manifest) for rank, (manifest, *_) in enumerate(offers) if manifest]
-        age, negative_rank, manifest = max(held, key=lambda entry: entry[:2], default=(None, 0, None))
+        age, negative_rank, manifest = max(held, default=(None, 0, None))
         if newer_than is not None and (age is None or age <= newer_than):
             return None
         found = [Found(None, problems, newer_kit) for _, problems, newer_kit in offers]
@@ -335,7 +335,7 @@ def lowest_seen(snapshots: Snapshots, world: World) -> list[int | None]:
         lowest = world.gather(min(seen, default=None) if can_look else 0)
     finally:  # all ranks have looked, or one is lost
         with suppress(OSError):
-            own.unlink(missing_ok=True)
+            own.unlink()
     blind = [rank for rank, each in enumerate(lowest) if each != 0]
     if blind and world.is_main and world.snapshot_is_shared:
         log.warning(

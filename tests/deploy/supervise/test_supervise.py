@@ -493,6 +493,24 @@ def test_who_only_watches_leaves_the_record_of_a_clock_that_was_set_to_the_super
     acts.release()
 
 
+def test_only_nodes_that_were_drained_do_not_count_in_how_a_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end no node runs any more."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    with supervising(nodes, monkeypatch, lambda state, _: (state, [])) as (supervisor, _):
+        supervisor._rules = dataclasses.replace(supervisor._rules, drained=frozenset("c"))
+        supervisor._told |= {
+            "a": Told(state="succeeded"),
+            "b": Told(state="succeeded"),
+            "c": Told(state="failed"),
+        }
+        found = supervisor._end(Finish(""))
+        assert (found.outcome, found.without) == ("succeeded", ("c",))
+        supervisor._told["b"] = Told(state="failed")
+        assert supervisor._end(Finish("")).outcome == "failed"
+
+
 def event_of(kind: str, end: int) -> list[Any]:
     return ["1.0", end, json.dumps({"run": "lab-1", "time": float(end), "node": "a", "kind": kind})]
 
