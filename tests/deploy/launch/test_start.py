@@ -277,6 +277,21 @@ def test_a_start_does_not_wait_for_nodes_whose_agent_has_failed(
     assert {name: str(error) for name, error in told.items()} == said
 
 
+def test_a_node_whose_ranks_have_failed_with_the_others_has_a_moment_to_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the start would say that it only waits, and the job had ended on both."""
+    nodes = Nodes(tmp_path, monkeypatch)
+    asked: list[str] = []
+
+    def status(host: str, _: Any) -> Any:
+        asked.append(host)
+        return {**STATUS, "state": "failed" if host == "a" or asked.count("b") > 5 else "rendezvous"}
+
+    nodes.answers["status"] = status
+    assert started.wait_started(nodes.client, ["a", "b"], least=2, say=print) == {}
+
+
 @pytest.mark.parametrize(
     ("names", "failing", "least", "are_enough"),
     [
