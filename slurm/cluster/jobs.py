@@ -18,6 +18,14 @@ ENDED = (
     "TIMEOUT",
 )  # fmt: skip
 UNLIMITED_MIN = 365 * 1440
+_RELEASE = "scontrol release {} lets it start"
+HELD = {
+    "JobHeldAdmin": "an administrator has held it, and can release it",
+    "JobHeldUser": f"it is held; {_RELEASE}",
+    "job_requeued_in_held_state": f"it is held; {_RELEASE}",
+    "launch_failed_requeued_held": f"a node could not start it, see sinfo -R, and it is held; {_RELEASE}",
+}
+"""Slurm's reason for a pending job that does not start by itself → what it means, and what to do about it."""
 _FILTERS = [
     f"SQUEUE_{what}" for what in ("ACCOUNT", "LICENSES", "NAMES", "PARTITION", "QOS", "STATES", "USERS")
 ]
@@ -57,7 +65,8 @@ class Job:
         again = f", {self.restarts} time(s) queued again" if self.restarts else ""
         if self.state == "PENDING":
             expected = f", expected to start {self.start}" if self.start else ""
-            return f"waits in the queue ({self.reason or 'no reason yet'}){expected}{again}"
+            held = f": {HELD[self.reason].format(self.job_id)}" if self.reason in HELD else ""
+            return f"waits in the queue ({self.reason or 'no reason yet'}{held}){expected}{again}"
         where = f" on {self.nodes}" if self.nodes else ""
         why = f" ({self.reason})" if self.reason else ""
         return f"{(self.state or 'gone').lower()}{where}{why}{again}"
@@ -208,6 +217,11 @@ class Watched:
         """The job as of Slurm's last answer."""
         self.line = ""
         """`Job.line`, or a line that Slurm does not answer."""
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether Slurm has not answered yet."""
+        return self.job.state == "UNKNOWN"
 
     def look(self) -> bool:
         """Ask Slurm once; return whether the job is over, False if Slurm does not answer."""

@@ -126,6 +126,25 @@ def test_a_job_is_told_in_one_line(name: str, is_over: bool, line: str) -> None:
     assert re.fullmatch(line, job.line())
 
 
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("JobHeldUser", "it is held; scontrol release 26 lets it start"),
+        ("JobHeldAdmin", "an administrator has held it, and can release it"),
+        (
+            "launch_failed_requeued_held",
+            "a node could not start it, see sinfo -R, and it is held; scontrol release 26",
+        ),
+    ],
+)
+def test_a_job_that_is_held_says_what_lets_it_start(reason: str, says: str) -> None:
+    """It waits for ever by itself: launch_failed_requeued_held comes after a prolog that has failed."""
+    (job,) = parse_jobs(f"JobId=26 JobState=PENDING Reason={reason} Restarts=1").values()
+    assert job.line().startswith(f"waits in the queue ({reason}: {says}")
+    (job,) = parse_jobs(f"JobId=26 JobState=CANCELLED Reason={reason}").values()
+    assert job.line() == f"cancelled ({reason})"
+
+
 def test_a_job_named_like_a_field_is_read_all_the_same() -> None:
     text = recorded("scontrol-running")
     assert "JobName=lr=1e-3 JobState=mine " in text
