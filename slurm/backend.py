@@ -103,6 +103,8 @@ class SlurmBackend:
             watched = Watched(slurm, run.slurm["job_id"])
             watched.look()
             job, line = watched.job, watched.line
+            if watched.is_unknown and run.state in runs.ENDED:
+                line = "is over; Slurm does not answer"
             record = record_of(run, channel)
             heard = shared_folder.node_statuses(run, channel)
             found = {name: heard.get(name, {}) for name in (record.nodes if record else ())}

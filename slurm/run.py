@@ -378,14 +378,15 @@ def down(run: Run, options: SshOptions, *, by: str = "kit down", fetch: bool = F
         find_job(run, slurm)
         job_id = run.slurm["job_id"]
         watched = Watched(slurm, job_id)
-        if watched.look():  # False while Slurm does not answer: then `_cancel` tries until it does
+        is_over = watched.look()  # False while Slurm does not answer: then `_cancel` tries until it does
+        if is_over or (watched.is_unknown and run.state in runs.ENDED):
             forget_secrets(run, channel)
             if run.state not in runs.ENDED:
                 record_end(run, channel, watched.job)
             print(f"{run.run_id} is not running ({run.state})")
             bring_logs(run, channel, is_asked=fetch)
             return 0
-        if watched.job.state == "UNKNOWN":
+        if watched.is_unknown:
             print(f"job {job_id} {watched.line}", flush=True)
         with cancelling(run.run_id, [run], by):
             job = _cancel(slurm, job_id)

@@ -364,6 +364,29 @@ def test_a_job_that_has_completed_before_it_could_be_cancelled_has_succeeded(
     assert f"{run.run_id} is not running (succeeded)" in capsys.readouterr().out
 
 
+def test_a_run_that_has_ended_stays_as_it_ended_though_slurm_does_not_answer(
+    slurm: Callable[[str], None],
+    submission: tuple[Run, Inventory, Ready],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`kit status` said that its job went on; `kit down` waited for Slurm, and recorded a failed run as stopped."""
+    run, _, ready = submission
+    running(submission, tmp_path)
+    run.finish("failed", "rank 0 on node1 failed first")
+    monkeypatch.setattr(runner, "login", lambda *_: contextlib.nullcontext(ready.channel))
+    monkeypatch.setattr(backend, "login", lambda *_: contextlib.nullcontext(ready.channel))
+    control = tmp_path / "bin" / "scontrol"
+    control.write_text(
+        "#!/bin/sh\necho 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2; exit 1\n"
+    )
+
+    assert SlurmBackend().status(run, SshOptions()).lines == ["job 24 is over; Slurm does not answer"]
+    assert runner.down(run, SshOptions()) == 0
+    run.reload()
+    assert (run.state, run.verdict) == ("failed", "rank 0 on node1 failed first")
+
+
 def test_what_the_leader_of_a_cancelled_job_has_recorded_is_brought_here(
     slurm: Callable[[str], None],
     submission: tuple[Run, Inventory, Ready],
