@@ -119,6 +119,10 @@ def script(
 # same with it after a preemption, or when its first node is lost:
 {_join(line for line in lines if _is_of(line, GOES_ON))}
 {_join(line for line in lines if _is_of(line, OUTPUT))}
+# From within another job, sbatch passes on that job's variables, also those that Slurm does not set anew for this one:
+unset "${{!SLURM_ARRAY_@}}"
+case $(scontrol show job --oneliner "$SLURM_JOB_ID") in *" Restarts=0 "*) unset SLURM_RESTART_COUNT ;; esac
+
 # slurm.setup, where kit itself is, and what looks in the end whether srun was broken off:
 {_join(parameters["setup"])}
 # The task on the first node leads the others, as kit up leads its hosts: it checks them, starts an agent on each,

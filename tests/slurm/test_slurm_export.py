@@ -59,7 +59,9 @@ def test_an_exported_script_trains_by_plain_sbatch_and_goes_on_after_a_requeue(s
     assert {"#SBATCH --nodes=2", "#SBATCH --no-kill", "#SBATCH --requeue", "#SBATCH --time=20"} <= asked
 
     site.hold("exported").touch()
-    env = {**site.lab.slurm.env, "KIT_SECRET": SECRET}
+    # As from within a task of an array that was queued again often: sbatch passes these on.
+    of_another = {"SLURM_RESTART_COUNT": "99", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "7"}
+    env = {**site.lab.slurm.env, **of_another, "KIT_SECRET": SECRET}
     sbatch = subprocess.run(
         ["sbatch", "--parsable", script.name], cwd=site.folder, env=env, capture_output=True, text=True, check=True
     )  # fmt: skip
@@ -90,6 +92,10 @@ def test_an_exported_script_trains_by_plain_sbatch_and_goes_on_after_a_requeue(s
     assert f"{run_dir.name} trained to the end in" in said()
     assert set(steps()) == set(range(1, 47))
     assert f"the secret has {len(SECRET)} letters" in said()
+    attempts = [run_dir / "slurm" / f"{job_id}.{number}.json" for number in (0, 1)]
+    assert [Path(json.loads(each.read_text())["log"]).name for each in attempts] == [
+        f"{job_id}_0_log.out"
+    ] * 2
     for file in (script, *run_dir.rglob("*")):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
 
