@@ -21,4 +21,6 @@ def queue_again(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR2, queue_again)
+    # As submitit does: the leader, which handles it, needs the tasks of the other nodes to see how their agents end.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     sys.exit(Allocated()(sys.argv[1]))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +100,27 @@ def test_an_exported_script_trains_by_plain_sbatch_and_goes_on_after_a_requeue(s
     ] * 2
     for file in (script, *run_dir.rglob("*")):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
+
+
+def test_the_task_of_a_script_on_another_node_stays_while_the_leader_stops_the_job(tmp_path: Path) -> None:
+    """Slurm sends SIGTERM to all tasks: scancel left `an agent may still run there` for each node but the first."""
+    place = tmp_path / "slurm" / "20.0.json"
+    place.parent.mkdir()
+    argv = [sys.executable, "-m", "nodekit.slurm.allocation.sbatch_entry", str(tmp_path)]
+    env = {**os.environ, "SLURM_JOB_ID": "20", "SLURM_RESTART_COUNT": "0", "SLURM_PROCID": "1"}
+
+    def ignored(task: subprocess.Popen[bytes]) -> int:
+        status = Path(f"/proc/{task.pid}/status").read_text()
+        return int(re.findall(r"SigIgn:\s*(\w+)", status)[0], 16)
+
+    with subprocess.Popen(argv, env=env) as task:
+        try:
+            until(lambda: ignored(task) >> (signal.SIGUSR2 - 1) & 1, timeout_s=30, what="the task's start")
+            task.terminate()
+            place.write_text('{"over": true}')
+            assert task.wait(timeout=30) == 0
+        finally:
+            task.kill()
 
 
 @pytest.mark.lab
