@@ -327,10 +327,14 @@ def conclude(run: Run, channel: HostChannel, job: Job, *, is_shown: bool = True)
             if known
             else ""
         )
-        print(
-            f"\n{run.run_id} failed: Slurm says {job.line()}\n{why}"
-            f"  what its tasks said   {channel.host}:{folder}/{run.slurm['job_id']}_*_log.out\n  {_how_to_resume(run)}"
+        # A job that could not be started has no log, or only that of an earlier start.
+        is_started = known.get("name") != "slurm-launch-failed"
+        said = (
+            f"  what its tasks said   {channel.host}:{folder}/{run.slurm['job_id']}_*_log.out\n"
+            if is_started
+            else ""
         )
+        print(f"\n{run.run_id} failed: Slurm says {job.line()}\n{why}{said}  {_how_to_resume(run)}")
     elif record is not None:
         _tell(run, record, channel)
     if used := usage(slurm_of(run, channel), run.slurm["job_id"], wait_s=ACCOUNT_S):

@@ -45,8 +45,14 @@ BY_SLURM_STATE: Mapping[str, Cause] = {
         "the job used more memory than it asked of Slurm",
         "Ask for more with slurm.mem_gb, or use less: fewer DataLoader workers",
     ),
+    "JobLaunchFailure": Cause(
+        "slurm-launch-failed",
+        "a node could not start the job's script: its prolog failed, or it cannot write the job's log in the run's "
+        "folder",
+        "sinfo -R says which nodes Slurm has drained, and slurmd's log on the job's first node why; kit up goes on",
+    ),
 }
-"""State of a job that Slurm ended → cause."""
+"""State of a job that Slurm ended, or Slurm's reason → cause."""
 
 # The order is that of precedence.
 _BY_WORDS = (

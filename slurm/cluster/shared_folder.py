@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -118,11 +119,16 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
         return int(result["exit"]), True
     used = usage(slurm_of(run, channel), run.slurm["job_id"])
     state = job.state or (used.state if used else "")
+    reason = job.reason
+    # Without --requeue, slurmd has the job cancelled after a failed prolog.
+    if state.startswith("CANCELLED") and not run.stopped_by and _has_prolog_failed(run, channel):
+        state, reason = "FAILED", "JobLaunchFailure"
     if state.startswith("CANCELLED"):
         run.finish("stopped", f"stopped by {run.stopped_by or 'scancel'}")
         return runs.STOPPED_EXIT, True
-    why = f" ({job.reason})" if job.reason else ""
-    known = BY_SLURM_STATE.get(state) or (_said_by_tasks(run, channel) if state == "FAILED" else None)
+    why = f" ({reason})" if reason else ""
+    known = BY_SLURM_STATE.get(reason) or BY_SLURM_STATE.get(state)
+    known = known or (_said_by_tasks(run, channel) if state == "FAILED" else None)
     text = f"Slurm ended the job: {state.lower() or 'it knows it no more'}{why}"
     if not run.slurm["job_id"]:
         text = "kit up ended before its job was in the queue"
@@ -149,14 +155,32 @@ def _bring_events(run: Run, channel: HostChannel) -> None:
             write_private(str(path), "".join(lines).encode())
 
 
+def _log_of(run: Run) -> str:
+    """Return the log of the job's batch script, of srun and of the first task."""
+    return f"{run.slurm['run_dir']}/slurm/{run.slurm['job_id']}_0_log.out"
+
+
+def _lines(channel: HostChannel, path: str) -> list[str]:
+    return [line.strip() for line in read(channel, path).splitlines() if line.strip()]
+
+
+def _has_prolog_failed(run: Run, channel: HostChannel) -> bool:
+    """Whether the last that slurmd wrote to the job's log is that its prolog failed."""
+    with contextlib.suppress(RemoteError):
+        return any(
+            line.startswith("Error running slurm prolog") for line in _lines(channel, _log_of(run))[-1:]
+        )
+    return False
+
+
 def _said_by_tasks(run: Run, channel: HostChannel) -> Cause | None:
     """Return a cause with the last output of the batch script, srun or a task; None if there is none.
 
     For a job that ended without a report of the leader. After `set -e`, a failed line of `slurm.setup` prints nothing.
     """
-    path = f"{run.slurm['run_dir']}/slurm/{run.slurm['job_id']}_0_log.out"
+    path = _log_of(run)
     try:
-        said = [line.strip() for line in read(channel, path).splitlines() if line.strip()]
+        said = _lines(channel, path)
     except RemoteError:
         return None
     said = [line for line in said if not _ENDED_TASK.match(line)][-_LAST_LINES:]

@@ -314,6 +314,32 @@ def test_a_job_that_ends_before_its_leader_speaks_is_told_with_what_its_tasks_sa
     assert run.cause["cure"] == f"see {log} on login"
 
 
+@pytest.mark.parametrize(
+    ("state", "reason", "said"),
+    [
+        ("FAILED", "JobLaunchFailure", "ImportError: of an earlier start\n"),
+        ("CANCELLED", "", "Error running slurm prolog: 1\n"),  # with `requeue: false`
+    ],
+)
+def test_a_job_that_a_node_could_not_start_has_failed_and_says_where_to_look(
+    submission: tuple[Run, Inventory, Ready],
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    reason: str,
+    said: str,
+) -> None:
+    """It was told with what an earlier start had said last; after a failed prolog, as stopped by scancel."""
+    run, inventory, ready = submission
+    run.inventory, run.slurm = dump(inventory), {"run_dir": ready.run_dir, "job_id": "24", "private": ""}
+    run.save()
+    Path(ready.run_dir, "slurm", "24_0_log.out").write_text(said)
+    assert runner.conclude(run, ready.channel, Job(state=state, job_id="24", reason=reason)) == 3
+    assert (run.state, run.cause["name"]) == ("failed", "slurm-launch-failed")
+    out = capsys.readouterr().out
+    assert "sinfo -R says which nodes" in out
+    assert "what its tasks said" not in out
+
+
 def test_a_setup_that_ends_the_job_without_a_word_is_told_with_where_to_look(
     submission: tuple[Run, Inventory, Ready],
 ) -> None:
