@@ -299,7 +299,7 @@ def test_while_a_job_starts_its_live_view_shows_what_the_leader_does(
             return Job(state=next(self.states))
 
     monkeypatch.setattr(live, "SharedFolder", Starting)
-    monkeypatch.setattr(live, "Slurm", Asked)
+    monkeypatch.setattr(live, "slurm_of", Asked)
     for name in ("LOOK_S", "LOOK_AT_JOB_S", "TICK_S"):
         monkeypatch.setattr(live, name, 0.0)
     run, channel = folder
@@ -334,7 +334,7 @@ def test_a_live_view_outlives_its_connection_to_the_login_node(
     channel.call = lost  # type: ignore[method-assign]
     monkeypatch.setattr(login.cluster, "reopen", reopen)
     monkeypatch.setattr(login, "RETRY_S", 0.05)
-    monkeypatch.setattr(live.Slurm, "job", lambda *_: Job(state="COMPLETED"))
+    monkeypatch.setattr(runner.Slurm, "job", lambda *_: Job(state="COMPLETED"))
     said: list[str] = []
     again = login.LoginAgain(channel, restore(run.inventory), SshOptions(), said.append)  # type: ignore[arg-type]
     follow(run, channel, ViewModel(run.run_id, []), Keys(), again)
@@ -384,7 +384,7 @@ def test_while_a_job_is_queued_again_its_view_shows_no_node_that_trains(
 ) -> None:
     run, channel = queued_again
     states = iter(("RUNNING", "PENDING", "PENDING", "COMPLETED"))
-    monkeypatch.setattr(live.Slurm, "job", lambda *_: Job(state=next(states)))
+    monkeypatch.setattr(runner.Slurm, "job", lambda *_: Job(state=next(states)))
     watched, shown = ViewModel(run.run_id, []), []
 
     class Seen(NoScreen):
@@ -415,7 +415,7 @@ def test_while_a_job_is_queued_again_prometheus_sees_no_node_that_trains(
             if len(seen) == 2:
                 closing.set()
 
-    monkeypatch.setattr(metrics.Slurm, "job", lambda *_: Job(state=next(states)))
+    monkeypatch.setattr(runner.Slurm, "job", lambda *_: Job(state=next(states)))
     for name in ("LOOK_S", "LOOK_AT_JOB_S"):
         monkeypatch.setattr(metrics, name, 0.0)
     metrics._feed(run, channel, [Observer()], closing)  # type: ignore[arg-type, list-item]
