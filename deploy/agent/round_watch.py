@@ -188,8 +188,10 @@ class RoundWatch:
         found = self._hang_diagnosis
         if found.may_stay:
             self._attempts.kill(found.behind)
+        # Ranks that hang while they join have an earlier attempt's step in memory, and nobody else may have it.
+        saves = self._attempts.have_stayed and not found.may_stay
         self._end(
-            0,
+            self._spec.grace_s if saves else 0,
             "a hang",
             "lost" if found.may_stay else None,
             is_replaced=found.may_stay,

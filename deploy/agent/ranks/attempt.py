@@ -429,6 +429,11 @@ class Attempts:
         }
 
     @property
+    def have_stayed(self) -> bool:
+        """Whether ranks go on in this attempt from an earlier one, with the step that they had."""
+        return bool(self._stayed)
+
+    @property
     def is_joining(self) -> bool:
         """Whether ranks that can go on in another attempt have not reported a step in this one yet.
 

@@ -273,6 +273,31 @@ def test_the_others_of_a_rank_that_hangs_stay(agents: Agents, unbroken: tuple[di
         assert bool(second["stayed"]) == (name != "n1")
 
 
+HANGS_IN_THE_JOIN = """
+class Task(Task):
+    def model(self):
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+            time.sleep(3600)
+        return super().model()
+"""
+
+
+@again_if_left_waiting
+def test_ranks_that_hang_when_they_join_save_the_step_that_they_have(
+    agents: Agents, unbroken: tuple[dict[int, float], str]
+) -> None:
+    """As where a cut between two nodes has ended an attempt: they are begun anew, and nobody else has that step."""
+    run = Run(agents, job=JOB + HANGS_IN_THE_JOIN, hang=2.0)
+    run.wait_step(20)
+    os.kill(run.pids()["n2"][0], signal.SIGKILL)
+    until(lambda: len(run.events("n1", "workers-started")) == 3, what="a third attempt", timeout_s=PATIENCE_S)
+    losses = run.end()
+    assert (losses, run.result("n0")["weights_sha256"]) == unbroken
+    assert run.result("n0")["resumed_at_step"] >= 20
+    assert run.events("n0", "workers-started")[1]["stayed"]
+    assert run.events("n0", "workers-started")[2]["stayed"] == []
+
+
 WITHIN_AN_ACCUMULATION = """
 import functools
 from nodekit.training.engines import single

@@ -54,7 +54,8 @@ class Round:
             gone=lambda _: [],
         )
         self.attempts: Any = SimpleNamespace(
-            is_on=True, is_joining=False, seconds=5.0, logs={}, pids={}, recorder={}, ranks={0: 0, 1: 1},
+            is_on=True, is_joining=False, have_stayed=False, seconds=5.0,
+            logs={}, pids={}, recorder={}, ranks={0: 0, 1: 1},
             workers=SimpleNamespace(wait=lambda _: True),
             end=self._end, look=lambda: setattr(self, "num_looks", self.num_looks + 1),
             tell_end=lambda why: self.ends.append((why,)),
@@ -300,6 +301,13 @@ def test_a_hang_ends_the_round_and_is_charged_where_no_rank_had_told_a_step(
     assert own.ends == [(0, "a hang", "lost" if may_stay else None, round_watch.ANSWERS_S)]
     assert (own.killed, own.replaced) == (([(1,)], 1) if may_stay else ([], 0))
     assert took == [{"seconds": 3.0, "seems_trained": False, "ended_by": A_HANG}]
+
+
+def test_ranks_that_hang_in_the_join_have_time_to_save_the_step_that_they_came_with() -> None:
+    own = Round()
+    own.attempts.have_stayed, own.hang.is_stepless, own.hangs = True, True, lambda: True
+    assert own.until_over() == "again"
+    assert own.ends == [(own.spec.grace_s, "a hang", None, round_watch.ANSWERS_S)]
     assert own.left_for == ["a recent one"]
     assert not own.told, "that rank 0 trains"
 
