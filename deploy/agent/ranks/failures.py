@@ -38,8 +38,9 @@ _NETWORK = re.compile(
 )
 NOT_CONNECTED = re.compile(
     r"(?:connectFullMesh failed|gloo[^\n]*timed out connecting)[^\n]*?\bremote=\[[^\]\n]*\]"
+    r"|connectFullMesh failed[^\n]*?Connect timeout"
 )
-"""What a rank prints that cannot connect to another one."""
+"""What a rank prints that cannot connect to another one, which torch 2.14's ``_reconfigure`` does not name."""
 # Errors that this rank or its host has caused itself, even if they also mention the network.
 _OWN = re.compile(
     r"address already in use|EADDRINUSE|Duplicate GPU|no socket interface|neither AF_INET|out of memory"

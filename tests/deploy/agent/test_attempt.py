@@ -319,6 +319,9 @@ def test_a_rank_that_stays_says_to_whom_it_could_not_connect(node: Node) -> None
     )
     log.write_text(f"nodekit: another rank is lost: waiting with step 66 (Gloo {said}:61358$2)\n")
     assert node.own.not_connected() == f"rank 5: {said}"
+    said = "connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout"
+    log.write_text(f"nodekit: another rank is lost: waiting with step 66 (Gloo {said} [none])\n")
+    assert node.own.not_connected() == f"rank 5: {said}", "of torch 2.14's _reconfigure"
 
 
 def test_who_ended_without_a_word_failed_when_it_was_found(node: Node) -> None:
