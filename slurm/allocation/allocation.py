@@ -55,6 +55,7 @@ from nodekit.slurm.allocation.requeue import (
     finish,
     has_made_progress,
     is_missing_step,
+    is_taken_away,
     job_now,
     keep_records_in,
     node_name,
@@ -71,6 +72,7 @@ from nodekit.slurm.sbatch_parameters import planned_gpus
 
 AGAIN_S = 0.5
 LOOK_S = 2.0  # between two looks for lost nodes
+TAKEN_LOOK_S = 60.0  # between two looks whether Slurm has taken the job away
 LOST_S = 60.0  # without enough nodes, while Slurm does not report the lost ones
 LEADER_LOST_S = 4.0  # without a channel to the leader, nor a heartbeat of it in the shared folder
 # Slurm signals every process of a job. A warning is for the leader alone, so the host-side servers and what they start
@@ -186,11 +188,29 @@ def _look_for_leader(run_dir: Path, leader: str, lost_s: float) -> None:
     if lost_s < turn_s:
         return
     job = job_now()
+    _end_if_taken_away(job)
     if job.get("JobState") != "RUNNING":
         return  # Slurm does not answer, or is about to end this task
     if lost_s < LEADER_LOST_S + turn_s and leader in NodeSet(job["NodeList"]):
         return
     queue_again_without_leader(run_dir, f"{leader}, whose task leads the job, is lost", [leader])
+
+
+def _end_if_taken_away(job: Mapping[str, str]) -> None:
+    """End this task, and all that runs below it, if Slurm has ended this start of the job: another one may run.
+
+    At once, and without a word in the run's folder, which is the other one's now. What ranks have not saved is lost.
+    """
+    if is_taken_away(job):
+        print("Slurm has ended this job, but slurmd has not ended it on this node: kit does", flush=True)
+        for pid in processes.below(os.getpid()):
+            processes.send(pid, signal.SIGKILL)
+        os._exit(JobFailed.exit_code)
+
+
+def _look_for_end(over: threading.Event) -> None:
+    while not over.wait(TAKEN_LOOK_S):
+        _end_if_taken_away(job_now())
 
 
 # --- on the first one ---------------------------------------------------------------------------------------
@@ -272,6 +292,7 @@ def lead(run_dir: Path, place: Path) -> int:
     with _Log(log.open("ab"), encoding="utf-8", line_buffering=True) as out, contextlib.redirect_stdout(out):
         ending, is_queued_again = Ending(), False
         threading.Thread(target=_beat_until, args=(place, ending.over), daemon=True).start()
+        threading.Thread(target=_look_for_end, args=(ending.over,), daemon=True).start()
         try:
             status = _up(run_dir, tasks, ending)
         except KitError as error:
@@ -336,6 +357,7 @@ def _beat_until(place: Path, over: threading.Event) -> None:
 def _queue_again(run_dir: Path, ending: Ending, place: Path) -> tuple[bool, int]:
     """Whether a job that was stopped before its end goes back to the queue, and else kit's exit status."""
     job = job_now()
+    _end_if_taken_away(job)  # else it would be the other one that goes back to the queue
     is_preempted = job.get("PreemptTime", "None") != "None"
     # What it was warned of has come; or Slurm does not answer.
     is_cut_off = ending.is_warned and (not job or is_preempted or job.get("Reason") == "TimeLimit")

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nodekit.deploy.records.runs import Run
 from nodekit.inventory.errors import JobFailed, KitError
 from nodekit.inventory.load import restore
 from nodekit.inventory.schema import SlurmSettings
+from nodekit.slurm.cluster.jobs import ENDED
 from nodekit.training.snapshots.files.fence import FILE as FENCE
 
 ASK_S = 20.0  # the longest wait for a command of Slurm
@@ -64,9 +66,19 @@ def settings_of(run_dir: Path) -> SlurmSettings:
 
 def job_now() -> dict[str, str]:
     """Return Slurm's fields of this job: JobState, NodeList, PreemptTime…; {} if Slurm does not answer."""
-    names = "JobState|Reason|NodeList|PreemptTime|ExcNodeList|Partition"
+    names = "JobState|Reason|Restarts|NodeList|PreemptTime|ExcNodeList|Partition"
     said = _slurm("scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"])
     return dict(re.findall(rf"(?:^|\s)({names})=(\S*)", said))
+
+
+def is_taken_away(job: Mapping[str, str]) -> bool:
+    """Whether Slurm has ended this start of the job, by the fields of `job_now`, and runs another one, or none.
+
+    So it is where slurmd, which ends the processes of a job, has died, or cannot be reached: Slurm takes its node for
+    lost. While a job's processes are ended as usual, its state is COMPLETING.
+    """
+    state = job.get("JobState", "")
+    return state in ENDED or (state == "RUNNING" and int(job.get("Restarts", 0)) > num_restarts())
 
 
 def place_of_log(place: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -1121,6 +1122,40 @@ def test_a_job_whose_leader_is_lost_is_queued_again_by_one_task_after_the_other(
     monkeypatch.setattr(allocation, "queue_again_without_leader", lambda *how: asked.append(how))
     allocation._look_for_leader(tmp_path, "a", lost_s)
     assert asked == [(tmp_path, "a, whose task leads the job, is lost", ["a"])] * is_asked
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "is_ended"),
+    [
+        ("RUNNING", "1", False),
+        ("RUNNING", "2", True),  # another start of the job
+        ("PENDING", "2", False),  # it may still be about to end these
+        ("COMPLETING", "2", False),
+        ("CANCELLED", "1", True),
+        ("", "", False),  # Slurm does not answer
+    ],
+)
+def test_what_slurm_has_taken_away_is_ended_where_slurmd_cannot_and_the_next_start_is_left_alone(
+    state: str, restarts: str, is_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the death of slurmd on a node that goes on: its ranks would train beside those of the next start."""
+    job = {"JobState": state, "Restarts": restarts, "NodeList": "a,b"} if state else {}
+    ended: list[int] = []
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setattr(allocation, "job_now", lambda: job)
+    monkeypatch.setattr(allocation, "queue_again_without_leader", lambda *_: None)
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append(code))
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        monkeypatch.setattr(
+            allocation.processes, "below", lambda _: {rank.pid}
+        )  # this process has others, too
+        try:
+            allocation._look_for_leader(tmp_path, "a", 0.0)
+            assert ended == [JobFailed.exit_code] * is_ended
+            assert (rank.wait() if is_ended else rank.poll()) == (-signal.SIGKILL if is_ended else None)
+        finally:
+            rank.kill()
 
 
 def test_a_job_that_lacks_nodes_says_so_whatever_else_it_is_told(ending: Ending) -> None:
