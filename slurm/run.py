@@ -337,7 +337,7 @@ def conclude(run: Run, channel: HostChannel, job: Job, *, is_shown: bool = True)
         print(f"\n{run.run_id} failed: Slurm says {job.line()}\n{why}{said}  {_how_to_resume(run)}")
     elif record is not None:
         _tell(run, record, channel)
-    if used := usage(slurm_of(run, channel), run.slurm["job_id"], wait_s=ACCOUNT_S):
+    if used := usage(Slurm(channel), run.slurm["job_id"], wait_s=ACCOUNT_S):
         print(f"  used       {used.line()}")
     return exit_status
 

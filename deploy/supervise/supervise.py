@@ -491,10 +491,13 @@ class Supervisor:
 
     def _note(self, kind: EventKind, **fields: Any) -> None:
         """Add an event to the run's, if this process acts; else the supervisor that acts records the same."""
-        if not self._acts:
-            return
+        if self._acts:
+            self._add(lambda: self._gatherer.add(self._run.event_line(kind, **fields)))
+
+    def _add(self, add: Callable[[], bool]) -> None:
+        """Add events to the run's by a call that returns False if the disk is full; that is told to the user."""
         with self._writer.timed():
-            is_written = self._gatherer.add(self._run.event_line(kind, **fields))
+            is_written = add()
         if not is_written:
             self._writer.cannot_write(NO_ROOM.format(self._run.folder))
 
@@ -509,10 +512,7 @@ class Supervisor:
         """Add a node's events to the run's; a process that only watches keeps the last ones, in case it takes over."""
         if self._acts:
             offset = self._run.clock_offsets.get(name, 0.0)
-            with self._writer.timed():
-                is_written = self._gatherer.add_of_node(name, found, clock_offset=offset)
-            if not is_written:
-                self._writer.cannot_write(NO_ROOM.format(self._run.folder))
+            self._add(lambda: self._gatherer.add_of_node(name, found, clock_offset=offset))
             set_s = self._gatherer.clock_offset(name, offset) - offset
             if set_s and self._writer.write_clocks({name: offset + set_s}):
                 self._tell_of_clock(f"{name}: its clock", set_s)

@@ -160,8 +160,12 @@ class Slurm:
 
     def cluster(self) -> str:
         """Return the name of the cluster that the commands ask, "" if it cannot be told; raises as `asked` does."""
+        return self._configured("ClusterName")
+
+    def _configured(self, name: str) -> str:
+        """Return a value of the cluster's configuration, "" if it cannot be told; raises as `asked` does."""
         _, out, _ = self.asked("scontrol", "show", "config")
-        found = re.search(r"^ClusterName\s*=\s*(\S+)", out, re.MULTILINE)
+        found = re.search(rf"^{name}\s*=\s*(\S+)", out, re.MULTILINE)
         return found[1] if found else ""
 
     def partitions(self) -> dict[str, dict[str, str]]:
@@ -175,11 +179,10 @@ class Slurm:
 
     def refuse_array_of(self, num_jobs: int) -> None:
         """Raise KitError if an array of so many jobs exceeds the cluster's MaxArraySize."""
-        _, out, _ = self.run("scontrol", "show", "config")
-        limit = re.search(r"^MaxArraySize\s*=\s*(\d+)", out, re.MULTILINE)
-        if limit and num_jobs > int(limit[1]):
+        limit = self._configured("MaxArraySize")
+        if limit and num_jobs > int(limit):
             raise KitError(
-                f"found {num_jobs} runs, and Slurm allows at most {limit[1]} in an array (MaxArraySize)",
+                f"found {num_jobs} runs, and Slurm allows at most {limit} in an array (MaxArraySize)",
                 cure="name fewer in --sweep or slurm.array, and the rest when these are over",
             )
 

@@ -23,7 +23,7 @@ from nodekit.deploy.story.causes import BY_SLURM_STATE
 from nodekit.deploy.story.status import status_line
 from nodekit.inventory.errors import HostError, JobFailed, KitError
 from nodekit.slurm.cluster.accounts import usage
-from nodekit.slurm.cluster.jobs import Job, slurm_of
+from nodekit.slurm.cluster.jobs import Job, Slurm, slurm_of
 from nodekit.slurm.cluster.login import LOGIN_TIMEOUT_S, read, remove_private
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def record_end(run: Run, channel: HostChannel, job: Job) -> tuple[int, bool]:
         is_cancelled = job.state == "CANCELLED" and record.state == "stopped"
         run.finish(record.state, f"stopped by {by}" if is_cancelled else record.verdict, record.cause)
         return int(result["exit"]), True
-    used = usage(slurm_of(run, channel), run.slurm["job_id"])
+    used = usage(Slurm(channel), run.slurm["job_id"])
     state = job.state or (used.state if used else "")
     reason = job.reason
     # Without --requeue, slurmd has the job cancelled after a failed prolog.

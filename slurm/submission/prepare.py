@@ -103,9 +103,9 @@ def prepare(
         _enter_environment(channel, inventory, inventory.environment, options, phases)
     private = {RANKS: secrets, NOTIFY: notify_secrets or {}}
     with phases.phase("check") as said:
-        ready, argv = _checked(channel, inventory, argv, run_id, private, options, said)
+        ready, argv, known = _checked(channel, inventory, argv, run_id, private, options, said)
     with phases.phase("shared") as said:
-        problem = _not_shared(channel, ready.shared_dir, _as_sbatch_has_it(channel, settings))
+        problem = _not_shared(channel, ready.shared_dir, known)
         said.append("not tried" if problem else "a node sees the same folder")
     if problem:
         warn(f"warning: {problem}")
@@ -143,8 +143,10 @@ def _checked(
     private: Mapping[str, Mapping[str, str]],
     options: Options,
     said: list[str],
-) -> tuple[Ready, tuple[str, ...]]:
-    """Check the login node, and ask Slurm; return the `Ready`, still without code, and the command for the nodes.
+) -> tuple[Ready, tuple[str, ...], SlurmSettings]:
+    """Check the login node, and ask Slurm.
+
+    Return the `Ready`, still without code, the command for the nodes, and the settings as `_as_sbatch_has_it`.
 
     Raises:
         KitError: a check failed.
@@ -191,7 +193,7 @@ def _checked(
     said.append(
         f"torch {found['torch']}; {count(settings.nodes.max, 'node')} of {partition['PartitionName']}"
     )
-    return ready, argv
+    return ready, argv, known
 
 
 @dataclass(frozen=True, kw_only=True)

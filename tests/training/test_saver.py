@@ -334,22 +334,15 @@ def test_three_failures_in_a_row_are_told_with_what_to_do_and_so_is_the_end_of_t
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
-def test_a_save_that_does_not_end_is_told_too(tmp_path: Path, clock: Clock, disk: threading.Event) -> None:
-    edges = Edges(tmp_path, clock, seconds=10.0)
-    assert edges.next(10.0)
-    edges.next(119.0)
-    assert edges.said == []
-    edges.next(2.0)
-    assert "or one does not end" in edges.said[0]
-    disk.set()
-
-
-def test_a_save_is_given_three_intervals_where_these_are_long(
-    tmp_path: Path, clock: Clock, disk: threading.Event
+@pytest.mark.parametrize(
+    ("interval_s", "given_s"), [(10.0, 120.0), (100.0, 300.0)], ids=["two minutes at least", "three intervals"]
+)
+def test_a_save_that_does_not_end_is_told_too(
+    tmp_path: Path, clock: Clock, disk: threading.Event, interval_s: float, given_s: float
 ) -> None:
-    edges = Edges(tmp_path, clock, seconds=100.0)
-    assert edges.next(100.0)
-    edges.next(299.0)
+    edges = Edges(tmp_path, clock, seconds=interval_s)
+    assert edges.next(interval_s)
+    edges.next(given_s - 1.0)
     assert edges.said == []
     edges.next(2.0)
     assert "or one does not end" in edges.said[0]
