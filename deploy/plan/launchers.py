@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from nodekit.inventory.errors import KitError
 
@@ -51,6 +52,14 @@ _WRAPPERS = {
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
+class _Launcher(NamedTuple):
+    name: str
+    argv: tuple[str, ...]
+    """Its own command."""
+    script: str = ""
+    """The shell script that runs it, if one does."""
+
+
 def refuse_launcher(target: tuple[str, ...], code: Path) -> None:
     """Refuse a command that runs a launcher: each rank would silently train alone, in a world of its own.
 
@@ -61,16 +70,15 @@ def refuse_launcher(target: tuple[str, ...], code: Path) -> None:
     Raises:
         KitError: says what to write in its place.
     """
-    script = _shell_script(target, code)
-    if (found := _launcher_in(*script[1:]) if script else _launcher(target)) is None:
+    if (found := _launcher(target, code)) is None:
         return
-    name, words = found
+    name, words, script = found
     from_script = tuple(itertools.dropwhile(lambda word: not word.endswith(".py"), words))
     instead = shlex.join(from_script) or "train.py …"
     front = target[: len(target) - len(words)]
     what, begins, cure = "the command", "runs", f"write python in its place: python {instead}"
     if script:  # its words are not as they were written: "$@" is '$@' here
-        what, cure = script[0], f"write python in its place: python {(*from_script, 'train.py')[0]} …"
+        what, cure = script, f"write python in its place: python {(*from_script, 'train.py')[0]} …"
     elif target == words:
         begins, cure = "begins with", f"give the script alone: kit up … -- {instead}"
     elif target == (*front, *words):
@@ -123,14 +131,15 @@ def first_operand(
     return "", None
 
 
-def _launcher(argv: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
-    """Return the launcher that a command runs, and its own command; behind wrappers and in a shell's -c, too."""
+def _launcher(argv: tuple[str, ...], code: Path | None = None) -> _Launcher | None:
+    """Return the launcher that a command runs; behind wrappers, in a shell's -c, and in a shell script in `code`."""
     if more := wrapped(argv):
-        return _launcher(more)
+        return _launcher(more, code)
+    if (of_shell := _shell_text(argv, code)) is not None:
+        script, text = of_shell
+        found = next(filter(None, map(_launcher, _simple_commands(text))), None)
+        return found and found._replace(script=script)
     name = Path(argv[0]).name
-    if name in SHELLS:
-        option, text = first_operand(argv[1:], valued=SHELL_VALUED, ends=_SHELL_ENDS)
-        return _launcher_in(text or "") if option else None
     if name == "-m" or PYTHON_NAME.fullmatch(name):
         words = argv if name == "-m" else argv[1:]
         option, word = first_operand(words, valued=PYTHON_VALUED, ends=_PYTHON_ENDS)
@@ -138,28 +147,22 @@ def _launcher(argv: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
             return None
         name = word if option else Path(word).name
     starts = name in _LAUNCHERS and (name not in _START_BY or _START_BY[name] in argv)
-    return (name, argv) if starts else None
+    return _Launcher(name, argv) if starts else None
 
 
-def _launcher_in(text: str) -> tuple[str, tuple[str, ...]] | None:
-    """As `_launcher`, of the commands in a shell's text."""
-    return next(filter(None, map(_launcher, _simple_commands(text))), None)
-
-
-def _shell_script(argv: tuple[str, ...], code: Path) -> tuple[str, str] | None:
-    """Return the shell script in the code that a command runs, and its text; behind wrappers, too."""
-    if more := wrapped(argv):
-        return _shell_script(more, code)
-    is_by_shell = Path(argv[0]).name in SHELLS
-    words = argv[1:] if is_by_shell else argv
+def _shell_text(argv: tuple[str, ...], code: Path | None) -> tuple[str, str] | None:
+    """Return what a shell runs: a script's name ("" for -c) and the text, "" if it cannot be read; None for others."""
+    is_shell = Path(argv[0]).name in SHELLS
+    words = argv[1:] if is_shell else argv
     option, name = first_operand(words, valued=SHELL_VALUED, ends=_SHELL_ENDS)
-    if option or name is None or Path(name).is_absolute():
-        return None
-    try:
-        text = (code / name).read_text(encoding="utf-8", errors="replace") if (code / name).is_file() else ""
-    except (OSError, ValueError):  # whoever sends it says so
-        return None
-    return (name, text) if is_by_shell or _SHELL_LINE.match(text) else None
+    if is_shell and option:
+        return "", name or ""
+    text = ""
+    if code is not None and not option and name is not None and not Path(name).is_absolute():
+        with contextlib.suppress(OSError, ValueError):  # whoever sends it says so
+            path = code / name
+            text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return (name or "", text) if is_shell or _SHELL_LINE.match(text) else None
 
 
 def _simple_commands(text: str) -> Iterator[tuple[str, ...]]:

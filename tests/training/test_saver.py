@@ -335,7 +335,9 @@ def test_three_failures_in_a_row_are_told_with_what_to_do_and_so_is_the_end_of_t
 
 
 @pytest.mark.parametrize(
-    ("interval_s", "given_s"), [(10.0, 120.0), (100.0, 300.0)], ids=["two minutes at least", "three intervals"]
+    ("interval_s", "given_s"),
+    [(10.0, 120.0), (100.0, 300.0)],
+    ids=["two minutes at least", "three intervals"],
 )
 def test_a_save_that_does_not_end_is_told_too(
     tmp_path: Path, clock: Clock, disk: threading.Event, interval_s: float, given_s: float
